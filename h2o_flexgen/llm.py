@@ -39,7 +39,14 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, first_that_fits, prefix_rooms, rooms_to_search
+from h2o_flexgen.planning.workload_plan import (
+    DoesNotFit,
+    WorkloadPlan,
+    first_that_fits,
+    prefix_rooms,
+    room_of_states,
+    rooms_to_search,
+)
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
 from h2o_flexgen.sampling.pooling import (
@@ -335,12 +342,13 @@ class LLM:
         `prefix_room`: the tokens kept of common beginnings of requests, which are computed once for all of them (default: as
         many as are useful and fit beside the seats, but none where answers would depend on other requests)."""
         rows = (self.plan.block_size if rows is None else rows) * ROWS_PER_SEAT
-        arriving = partial(Workload.arriving, SeatNeed(prompt_len, gen_len), rows)
+        beside = room_of_states(self.spec, self.plan)
+        arriving = partial(Workload.arriving, SeatNeed(prompt_len, gen_len), rows, prefix_states=beside)
         if (auto := self._auto) is not None:
-            rooms = rooms_to_search(self.plan, prompt_len, prefix_room)
+            rooms = rooms_to_search(self.plan, prompt_len, prefix_room, beside)
             first_that_fits(rooms, lambda room: auto.provide(arriving(room), True, on_stage))
         scored_at_once = positions_at_once(self.plan, self.spec.vocab)
-        for room in prefix_rooms(self.plan, prompt_len, prefix_room):
+        for room in prefix_rooms(self.plan, prompt_len, prefix_room, beside):
             planned = self.loaded.planned(arriving(room), None, scored_at_once)
             if planned.fits(self.limits):
                 break

@@ -14,7 +14,6 @@ import pytest
 
 from h2o_flexgen.core.buffer_layout import region_bytes
 from h2o_flexgen.core.option import options_of
-from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.site import HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import BatchRows
@@ -214,19 +213,17 @@ def test_states_that_stay_where_their_rows_were_are_found(checkpoints: Checkpoin
 
 
 OF_HEADS = {"kv_policy": "h2o", "kv_budget": 0.5, "head_budgets": HeadBudgets("tiny", "made up", (0.5,), (((0.6, 0.4),),))}
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"kv_policy": "kvzip", "kv_budget": 0.5}, {}, "kv_policy 'kvzip'"),
-    (OF_HEADS, {}, "head budgets"),
-    ({"pipeline": 2}, {}, "a pipeline of 2 devices"),
-    ({}, {"prefixes": (SharedPrefix(0, 4),) * 2, "gen_lens": (3, 3)}, "prefixes that rows share"),
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kv_policy": "kvzip", "kv_budget": 0.5}, "kv_policy 'kvzip'"),
+    (OF_HEADS, "head budgets"),
+    ({"pipeline": 2}, "a pipeline of 2 devices"),
 ]
 
 
-@pytest.mark.parametrize(("options", "of_rows", "what"), REFUSED, ids=[what for _, _, what in REFUSED])
-def test_what_is_not_done_yet_is_refused(options: dict[str, Any], of_rows: dict[str, Any], what: str) -> None:
+@pytest.mark.parametrize(("options", "what"), REFUSED, ids=[what for _, what in REFUSED])
+def test_what_is_not_done_yet_is_refused(options: dict[str, Any], what: str) -> None:
     spec, plan = create_model(tiny_config("lfm2"), "float32").spec, Plan.create(**options)
-    rows = Workload((5, 6), 3, **of_rows)
-    said = one_line(lambda: BlockPlans.of(spec, plan, rows, Site(True)))
+    said = one_line(lambda: BlockPlans.of(spec, plan, Workload((5, 6), 3), Site(True)))
     assert said.startswith(f"rows of {spec.name} have a state in some layers") and what in said
 
 
@@ -246,11 +243,6 @@ def test_a_model_without_attention_is_refused(kind: str, name: str) -> None:
 def test_attention_with_a_gate_is_not_for_the_host(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     case = Case("qwen3-5", ON_HOST, device="pretended", attend_on=HOST)
     assert "attention of" in one_line(lambda: case.open(checkpoints, offload))
-
-
-def test_nothing_is_shared(checkpoints: Checkpoints, offload: Path) -> None:
-    with Case("lfm2").open(checkpoints, offload, shared_prefixes=True) as llm:
-        assert not llm.plan.shares_prefixes
 
 
 @pytest.mark.parametrize(("state", "tiers"), [("0,0", {"disk"}), ((0, 100), {"host"}), (None, {"host", "disk"})])

@@ -41,7 +41,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.planning.positions import check_positions
-from h2o_flexgen.planning.workload_plan import first_that_fits, prefix_rooms, rooms_to_search
+from h2o_flexgen.planning.workload_plan import first_that_fits, prefix_rooms, room_of_states, rooms_to_search
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.server.app import Hosts, Keys, make_app
 from h2o_flexgen.server.batches.batch_threads import BatchWork
@@ -111,19 +111,25 @@ class Preparing:
         if isinstance(asked, Plan):
             return
         with _named_as_flags():
-            rooms = rooms_to_search(self.llm.plan, room.prompt_len, request.prefix_room)
+            rooms = rooms_to_search(self.llm.plan, room.prompt_len, request.prefix_room, self._room_of_states)
         finder = PlanFinder(asked, self.llm.loaded, self.llm.loaded.machines(request.machine))
 
         def find(tokens: int) -> None:
-            self._tell(finder.find(PlanNeed(Workload.arriving(room, request.rows, tokens))).lines())
+            self._tell(finder.find(PlanNeed(Workload.arriving(room, request.rows, tokens, self._room_of_states))).lines())
 
         first_that_fits(rooms, find)
+
+    @property
+    def _room_of_states(self) -> int:
+        """The room that the states of a prefix take, in tokens."""
+        return room_of_states(self.llm.spec, self.llm.plan)
 
     def _refuse_useless_folder(self, prompt_len: int) -> None:
         """Refuses a folder of prefixes where requests share none, however much memory there is: nothing would be in it."""
         request, plan = self.request, self.llm.plan
         with _named_as_flags():
-            is_useful = request.site.prefix_dir is None or any(prefix_rooms(plan, prompt_len, request.prefix_room))
+            rooms = prefix_rooms(plan, prompt_len, request.prefix_room, self._room_of_states)
+        is_useful = request.site.prefix_dir is None or any(rooms)
         if is_useful:
             return
         if request.prefix_room is not None:

@@ -14,6 +14,7 @@ from math import inf, prod
 from typing import NamedTuple
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, StateTensor, TensorSpec
+from h2o_flexgen.core.prefix_groups import room_of
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.blocked import Blocked
@@ -159,7 +160,7 @@ def _hidden_tokens_of(spec: ModelSpec, batch: Batch) -> Sequence[tuple[int, Mode
 
 
 def _hidden_tokens(batch: Batch) -> int:
-    shared = 0 if batch.seats is None else batch.seats.prefixes.of_batch  # prefixes are computed beside their first rows
+    shared = 0 if batch.seats is None else batch.seats.prefixes.computed  # prefixes are computed beside their first rows
     return batch.readings * batch.size * batch.prompt_len + shared
 
 
@@ -185,17 +186,19 @@ def probe_bytes(spec: ModelSpec) -> int:
 @dataclass(frozen=True)
 class PrefixLayout:
     """The KV of a shared prefix, of all layers, where it is computed with: an image for each layer, and after them what a
-    policy that judges it knows of each token."""
+    policy that judges it knows of each token. The states at its end lie behind all tokens for which there is room."""
 
     heads: tuple[int, ...]  # KV heads of each layer with KV
     tokens: int
     row_bytes: tuple[int, ...]  # bytes of keys and values of one token in each of these layers
     note_bytes: int = 0  # bytes that a policy keeps of a head's token
+    states: tuple[StateLayout, ...] = ()  # of one row, in each layer with states
 
     @classmethod
     def of(cls, spec: ModelSpec, tokens: int, note_bytes: int) -> PrefixLayout:
         layers = [*map(spec.at, spec.kv_layers)]
-        return cls(tuple(own.kv_heads for own in layers), tokens, tuple(own.kv_bytes_per_slot for own in layers), note_bytes)
+        heads, row_bytes = tuple(own.kv_heads for own in layers), tuple(own.kv_bytes_per_slot for own in layers)
+        return cls(heads, tokens, row_bytes, note_bytes, states_of_one(spec))
 
     def image_start(self, place: int) -> int:
         """The first byte of the image of a layer, which stands there among those with KV."""
@@ -213,6 +216,25 @@ class PrefixLayout:
     @property
     def nbytes(self) -> int:
         return self.notes_start(len(self.heads))
+
+    # -- states ----------------------------------------------------------------------------------------------------------
+
+    def state_start(self, place: int) -> int:
+        """The first byte of the states of a layer, which stands there among those with states."""
+        return room_of(self.tokens) * self.token_bytes + sum(layout.nbytes for layout in self.states[:place])
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(layout.nbytes for layout in self.states)
+
+    @property
+    def token_bytes(self) -> int:
+        return replace(self, tokens=1).nbytes
+
+    @property
+    def beside(self) -> int:
+        """The tokens that would have room where the states lie."""
+        return room_of(-(-self.state_bytes // self.token_bytes)) if self.states else 0
 
 
 @dataclass(frozen=True)
@@ -296,6 +318,11 @@ class StateLayout:
         """The parts of so many rows that a disk thread takes at a time, to whole pages."""
         end = aligned(rows * self.row_bytes)
         return (slice(start, min(start + CHUNK_BYTES, end)) for start in range(0, end, CHUNK_BYTES))
+
+
+def states_of_one(spec: ModelSpec) -> tuple[StateLayout, ...]:
+    """The states of one row, in each layer in which rows have some."""
+    return tuple(StateLayout(1, spec.layers[layer].states) for layer in spec.state_layers)
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ class SharedPrefix(NamedTuple):
 
     group: int
     tokens: int
+    beside: int = 0  # tokens that would have room where the states at its end lie
 
     @property
     def room(self) -> int:
-        return room_of(self.tokens)
+        return room_of(self.tokens) + self.beside
 
 
 def room_of(tokens: int) -> int:
@@ -49,9 +50,10 @@ class PrefixGroups:
     rows: tuple[int, ...]  # rows of each group
     groups: array[int]  # of each request, NO_GROUP where it shares nothing
 
-    def of(self, request: int) -> SharedPrefix | None:
+    def of(self, request: int, beside: int = 0) -> SharedPrefix | None:
+        """What a request shares. `beside`: the room that the states of a prefix take."""
         group = self.groups[request]
-        return None if group == NO_GROUP else SharedPrefix(group, self.lengths[group])
+        return None if group == NO_GROUP else SharedPrefix(group, self.lengths[group], beside)
 
     @property
     def saved_tokens(self) -> int:

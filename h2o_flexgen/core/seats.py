@@ -69,12 +69,16 @@ class PrefixRoom(NamedTuple):
     longest: int  # tokens of the longest prefix
     of_batch: int  # for the prefixes of rows with a seat; of requests that arrive, for those that a pass computes
     of_all: int  # for all prefixes of all rows that come and go
+    computed: int  # tokens that a pass may compute of them: without the states that lie beside them
 
     @classmethod
-    def planned(cls, tokens: int, longest: int, batches: int) -> PrefixRoom:
-        """The room of each of so many batches where no request is known yet: all have these tokens together."""
-        longest = min(longest, tokens)
-        return cls(longest, max(room_of(longest), room_of(-(-tokens // batches))), tokens)
+    def planned(cls, tokens: int, longest: int, batches: int, beside: int = 0) -> PrefixRoom:
+        """The room of each of so many batches where no request is known yet: all have these tokens together. `beside`: the
+        room of the states of each prefix."""
+        own = max(0, tokens - beside)
+        longest = min(longest, own)
+        computed = max(room_of(longest), room_of(-(-own // batches)))
+        return cls(longest, computed + beside, tokens, computed)
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ class Seats:
         """The same queue for so many seats."""
         if not self.prefixes.longest:
             return self
-        of_batch = _most_at_once([need.prefix for need in self.needs], size)
-        return replace(self, prefixes=self.prefixes._replace(of_batch=of_batch))
+        of_batch, computed = _most_at_once([need.prefix for need in self.needs], size)
+        return replace(self, prefixes=self.prefixes._replace(of_batch=of_batch, computed=computed))
 
 
 def seats_of(needs: Sequence[SeatNeed], rows: Iterable[int], batches: int) -> tuple[Seats, ...]:
@@ -125,29 +129,29 @@ def _seats(needs: Sequence[SeatNeed], rows: Sequence[int], longest: dict[int, in
     own = {needs[row] for row in rows}
     turns = {need: place for place, need in enumerate(sorted(own, key=turn))}
     queue = sorted(sorted(rows), key=lambda row: turns[needs[row]])
-    room = PrefixRoom(
-        max((need.prefix.tokens for need in own if need.prefix is not None), default=0),
-        _most_at_once([needs[row].prefix for row in queue], 1),
-        of_all,
-    )
+    longest_shared = max((need.prefix.tokens for need in own if need.prefix is not None), default=0)
+    of_batch, computed = _most_at_once([needs[row].prefix for row in queue], 1)
+    room = PrefixRoom(longest_shared, of_batch, of_all, computed)
     largest, in_turn = _largest({need.alone for need in own}), tuple(needs[row] for row in queue)
     return Seats(tuple(queue), largest, max(need.read for need in own), room, in_turn, sum(need.work for need in in_turn))
 
 
-def _most_at_once(prefixes: Sequence[SharedPrefix | None], size: int) -> int:
-    """The most room that the prefixes of so many neighbours take."""
+def _most_at_once(prefixes: Sequence[SharedPrefix | None], size: int) -> tuple[int, int]:
+    """The most room that the prefixes of so many neighbours take, and what of it is for tokens."""
     users: Counter[SharedPrefix] = Counter()
-    most = room = 0
+    most = most_tokens = room = beside = 0
     for place, joins in enumerate(prefixes):
         leaves = prefixes[place - size] if place >= size else None
         if leaves is not None:
             users[leaves] -= 1
             room -= 0 if users[leaves] else leaves.room
+            beside -= 0 if users[leaves] else leaves.beside
         if joins is not None:
             room += 0 if users[joins] else joins.room
+            beside += 0 if users[joins] else joins.beside
             users[joins] += 1
-        most = max(most, room)
-    return most
+        most, most_tokens = max(most, room), max(most_tokens, room - beside)
+    return most, most_tokens
 
 
 def _largest(needs: Iterable[SeatNeed]) -> tuple[SeatNeed, ...]:

@@ -195,6 +195,7 @@ class Workload:
     prefixes: tuple[SharedPrefix | None, ...] = ()  # what each of these shares with others; empty if none shares anything
     copies_prefixes: bool = False  # rows take them into their own slots
     prefix_room: int = 0  # where no request is known yet: tokens of prefixes that may be kept for requests to come
+    prefix_states: int = 0  # of these, what each prefix takes for the states at its end
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -224,9 +225,9 @@ class Workload:
         return cls(lengths, max((1, *gen_lens)), None, gen_lens, shared, copies_prefixes)
 
     @classmethod
-    def arriving(cls, need: SeatNeed, rows: int, prefix_room: int = 0) -> Workload:
+    def arriving(cls, need: SeatNeed, rows: int, prefix_room: int = 0, prefix_states: int = 0) -> Workload:
         """So many rows that are not known yet, none of which needs more; and room for what they may turn out to share."""
-        return replace(cls.running([need] * rows), prefix_room=room_of(prefix_room))
+        return replace(cls.running([need] * rows), prefix_room=room_of(prefix_room), prefix_states=prefix_states)
 
     def thinned(self, most: int) -> Workload:
         """A workload like this one, of no more rows, if rows come and go: the neediest, and the others evenly chosen."""
@@ -303,7 +304,8 @@ class Workload:
         """The seats with the room for prefixes that was asked for, if it was."""
         if not self.prefix_room:
             return seats
-        return replace(seats, prefixes=PrefixRoom.planned(self.prefix_room, seats.longest_prompt - 1, batches))
+        room = PrefixRoom.planned(self.prefix_room, seats.longest_prompt - 1, batches, self.prefix_states)
+        return replace(seats, prefixes=room)
 
     def _seats(self, batches: int, rows: Sequence[int] | None) -> tuple[Seats, ...]:
         """All rows are divided once for each number of batches: a search asks for very many sizes."""

@@ -33,8 +33,9 @@ from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.layer_judges import judges_of
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
-from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, States, StateStore
+from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateStore
 from h2o_flexgen.engine.stores.row_stores import KVLevels, RowStores
+from h2o_flexgen.engine.stores.states_in_memory import States, begin_behind
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept
@@ -72,10 +73,11 @@ class KeptOfRows(NamedTuple):
     """The same of a batch, part by part."""
 
     attend_of: AttendOf
-    states: OpenStates
+    states_of: Callable[[RowsPart], States]
 
     def part(self, part: RowsPart) -> Kept:
-        return Kept(self.attend_of(part), {name: one[part.rows] for name, one in self.states.by_name.items()})
+        """What a part is handed, once: its states begin then."""
+        return Kept(self.attend_of(part), self.states_of(part))
 
 
 @dataclass(frozen=True)
@@ -542,7 +544,7 @@ class Engine:
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache, opened)))
             return
         room, may_overwrite = partial(state.hidden.room, task, hidden), state.hidden.may_be_overwritten(task.batch)
-        of_rows = KeptOfRows(partial(self._attend_of, visit, cache, state), opened)
+        of_rows = KeptOfRows(partial(self._attend_of, visit, cache, state), partial(_states_of, visit, opened, state.prefixes))
         state.hidden.put(task, self._layer(visit, rows, hidden, of_rows, may_overwrite, room))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
@@ -695,6 +697,23 @@ class Engine:
 
 def _never(task: Task) -> bool:
     return False
+
+
+def _states_of(visit: Visit, opened: OpenStates, prefixes: PrefixStore, part: RowsPart) -> States:
+    """The states that a part of a COMPUTE changes: those of its rows, or of the prefix that it computes. A text that begins in
+    it has none, or those at the end of the prefix that it begins with."""
+    if not opened.by_name:
+        return {}
+    at_the_end_of = partial(prefixes.states, visit.layer)
+    if part.prefix is None:
+        own: States = {name: one[part.rows] for name, one in opened.by_name.items()}
+    else:
+        own = at_the_end_of(part.prefix)
+        for one in own.values():
+            one.zero_()
+    if part.now.is_prefill:
+        begin_behind(own, ((prefix.group, rows) for prefix, rows in part.now.groups), at_the_end_of)
+    return own
 
 
 def _cache_of(part: RowsPart, cache: LayerCache) -> LayerCache:

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefix_groups import PrefixFinder, PrefixGroups, SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
@@ -80,10 +81,11 @@ def workload_of_job(job: Job, plan: Plan, spec: ModelSpec, most_shared: int | No
     not shared; None: all that were found are."""
     shared, sizes, copies = job.prefixes, job.sizes, plan.copies_prefixes
     policies = [level.policy for level in plan.levels(spec)]
+    beside = PrefixLayout.of(spec, 1, plan.prefix_note_bytes).beside
     known: dict[tuple[SharedPrefix, int, int], SharedPrefix | None] = {}  # equal ones are one: a job may have a million rows
 
     def prefix_of(request: int, size: RequestSize) -> SharedPrefix | None:
-        found = None if shared is None else shared.of(request)
+        found = None if shared is None else shared.of(request, beside)
         if found is None or (most_shared is not None and found.tokens > most_shared):
             return None
         kind = found, size.prompt_len, size.gen_len

@@ -102,7 +102,7 @@ class SeatedRows(BatchRows):
         """Gives new rows their seats, and returns the prefixes that have to be computed for them."""
         seated, seats = [self._shared[row.row] for row in self._rows], self._batch.seats
         newcomers, parts = self._waiting.take(self._place, seated), list[RowsPart]()
-        room = 0 if seats is None else seats.prefixes.of_batch
+        room = 0 if seats is None else seats.prefixes.computed
         for row in newcomers:
             source = self._waiting.choose(row, self._prefixes, room - sum(part.tokens.numel() for part in parts))
             need = self._waiting.need(row)

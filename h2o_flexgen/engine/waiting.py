@@ -146,7 +146,7 @@ class Sharing:
         """The longest kept prefix that a text begins with; of equals the one with most users, which attend to it together."""
         found = ((self._agreeing(prefix.text, text, kept.may_cut), prefix) for prefix in kept)
         tokens, _, group = max(((tokens, one.users, one.shared.group) for tokens, one in found), default=(0, 0, 0))
-        return SharedPrefix(group, tokens) if tokens >= self._least else None
+        return kept[group].shared._replace(tokens=tokens) if tokens >= self._least else None
 
     def _agreeing(self, prefix: bytes, text: bytes, may_cut: bool) -> int:
         """The first tokens of a prefix that a row with this text may share."""

@@ -58,7 +58,7 @@ class BlockPlan:
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
         if spec.state_layers:
-            _refuse_what_states_cannot(spec, plan, block)
+            _refuse_what_states_cannot(spec, plan)
         if plan.policy.echoes:
             block = block.echoed(spec.max_positions)
         levels = plan.levels(spec) if levels is None else levels
@@ -157,14 +157,12 @@ def _refuse_what_rows_have_not(spec: ModelSpec, plan: Plan) -> None:
         raise ValueError(f"no layer of {spec.name} has attention, and models of states alone are not run; take another model")
 
 
-def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan, block: Block) -> None:
+def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan) -> None:
     """Refuses what is not done yet for layers in which rows have a state."""
-    shares = any(batch.longest_prefix for batch in block.batches)
     advice = {
         f"a pipeline of {plan.pipeline} devices": plan.pipeline > 1 and "give pipeline=1",
         f"kv_policy {plan.kv_policy!r}, which reads prompts twice,": plan.policy.echoes and "take another policy",
         "head budgets": plan.head_budgets is not None and "leave them out",
-        "prefixes that rows share": shares and "give shared_prefixes=False",
     }
     for what, instead in advice.items():
         if instead:

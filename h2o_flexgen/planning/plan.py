@@ -300,7 +300,7 @@ class Plan:
     def why_none_are_shared(self) -> str:
         """The reason why no prefixes are shared, where none are. Layers that cannot share them have switched them off."""
         if not self.shared_prefixes:
-            return "they are off, or the model's layers have windows or states"
+            return "they are off, or the model's layers have windows"
         return f"schedule {self.schedule!r} cannot" if self.pipeline == 1 else f"a pipeline of {self.pipeline} devices cannot"
 
     @property

@@ -195,7 +195,8 @@ class Pricing:
     @staticmethod
     def _state_bytes(layer: LayerSpec, one: BatchPass) -> int:
         """Bytes of the states of rows, read and written once."""
-        return 2 * (one.rows + one.joining) * sum(state.nbytes for state in layer.states)
+        read = sum(count * part.rows for part, count in one.prompts.items())  # those of prefixes as well, which rows share
+        return 2 * (one.rows + read) * sum(state.nbytes for state in layer.states)
 
     def _overhead(self, task: Task | Key, layer: LayerSpec, parts: int) -> float:
         """Seconds of a visit beside its work."""

@@ -11,6 +11,7 @@ from functools import cached_property, reduce
 from typing import TypeVar
 
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
+from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefix_groups import ROOM_TOKENS, room_of
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
@@ -166,26 +167,32 @@ SEATS_PER_PREFIX = 8  # for so many seats, room for one prefix as long as the lo
 ROOM = Bounds(0, MOST_TOKENS)  # tokens
 
 
-def prefix_rooms(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:
+def room_of_states(spec: ModelSpec, plan: Plan) -> int:
+    """The room that the states at the end of a prefix take, in tokens."""
+    return PrefixLayout.of(spec, 1, plan.prefix_note_bytes).beside
+
+
+def prefix_rooms(plan: Plan, prompt_len: int, asked: int | None = None, beside: int = 0) -> list[int]:
     """Tokens for what requests share, in seats for prompts of this length: the first of them that fits is taken. None where
-    answers would depend on which other requests have come, unless it is asked for.
+    answers would depend on which other requests have come, unless it is asked for. `beside`: what the states of each prefix
+    take of this room.
 
     Seats come first: where no room is asked for, prefixes get the memory that seats leave, and no plan is refused because they
     get none. Where a room is asked for, they get exactly that, or the plan is refused because it does not fit."""
     if asked is not None:
-        return [_checked(plan, asked)]
-    rooms, room = list[int](), _of_one(plan, prompt_len) * max(1, plan.block_size // SEATS_PER_PREFIX)
-    while room and room >= plan.least_prefix:
+        return [_checked(plan, asked, beside)]
+    rooms, room = list[int](), _of_one(plan, prompt_len, beside) * max(1, plan.block_size // SEATS_PER_PREFIX)
+    while room and room >= plan.least_prefix + beside:
         rooms.append(room)
         room = room // 2 // ROOM_TOKENS * ROOM_TOKENS
     return [*rooms, 0]
 
 
-def rooms_to_search(plan: Plan, prompt_len: int, asked: int | None = None) -> list[int]:
+def rooms_to_search(plan: Plan, prompt_len: int, asked: int | None = None, beside: int = 0) -> list[int]:
     """The rooms, in tokens, that a search tries in the same way: one prefix, or else none."""
     if asked is not None:
-        return [_checked(plan, asked)]
-    return list(dict.fromkeys((_of_one(plan, prompt_len), 0)))
+        return [_checked(plan, asked, beside)]
+    return list(dict.fromkeys((_of_one(plan, prompt_len, beside), 0)))
 
 
 def first_that_fits(rooms: Sequence[int], make: Callable[[int], Made]) -> Made:
@@ -196,17 +203,18 @@ def first_that_fits(rooms: Sequence[int], make: Callable[[int], Made]) -> Made:
     return make(rooms[-1])
 
 
-def _of_one(plan: Plan, prompt_len: int) -> int:
+def _of_one(plan: Plan, prompt_len: int, beside: int) -> int:
     """Room for one prefix as long as a prompt may have; none where none is shared by itself, or prompts are too short."""
     is_shared = plan.shares_prefixes and not plan.answers_depend_on_prefixes
-    return room_of(prompt_len - 1) if is_shared and prompt_len > plan.least_prefix else 0
+    return room_of(prompt_len - 1) + beside if is_shared and prompt_len > plan.least_prefix else 0
 
 
-def _checked(plan: Plan, asked: int) -> int:
+def _checked(plan: Plan, asked: int, beside: int) -> int:
     room: int = ROOM.value("prefix_room", asked)
     if room and not plan.shares_prefixes:
         why = plan.why_none_are_shared
         raise ValueError(f"prefix_room is {room}, but no prefixes are shared ({why}); leave prefix_room out")
-    if 0 < room < plan.least_prefix:
-        raise ValueError(f"prefix_room is {room}, and a prefix has {plan.least_prefix} tokens at least; give more, or 0")
+    if 0 < room < (least := plan.least_prefix + beside):
+        what = f"takes {least} tokens at least, as its states take room" if beside else f"has {least} tokens at least"
+        raise ValueError(f"prefix_room is {room}, and a prefix {what}; give more, or 0")
     return room

@@ -195,8 +195,7 @@ class LoadedModel:
     def _put_under_plan(self) -> None:
         self.model = self.opened.model(self.plan)  # its layers as functions, for other code that runs them
         self.source = self.opened.source(self.plan, self.offload_folder, self.stages)  # where its weights come from
-        # rows do not keep tokens before a window, nor do prefixes have states, so that no prefix is shared
-        if any(self.spec.windows) or self.spec.state_layers:
+        if any(self.spec.windows):  # rows do not keep tokens before a window, so that no prefix is shared
             self.plan = replace(self.plan, shared_prefixes=False)
         self._refuse_useless_folder()
         check_rolling(self.spec, self.plan)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
-from h2o_flexgen.core.seats import SeatNeed, Seats, seats_of
+from h2o_flexgen.core.seats import PrefixRoom, SeatNeed, Seats, seats_of
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.policies.full import Full
 
@@ -110,4 +110,15 @@ def test_room_is_for_the_prefixes_of_neighbours() -> None:
     needs = [SeatNeed(20, 5, prefix) for prefix in shared for _ in range(4)]
     (each,) = seats_of(needs, range(12), 1)
     alone, two, all_of_them = (each.for_batches_of(size) for size in (1, 4, 12))
-    assert alone.prefixes == (48, 48, 96) and two.prefixes == (48, 80, 96) and all_of_them.prefixes == (48, 96, 96)
+    assert alone.prefixes == (48, 48, 96, 48) and two.prefixes == (48, 80, 96, 80)
+    assert all_of_them.prefixes == (48, 96, 96, 96)
+
+
+def test_states_at_the_ends_of_prefixes_take_room_but_no_computing() -> None:
+    shared = [SharedPrefix(group, 16 * (group + 1), beside=160) for group in range(3)]
+    needs = [SeatNeed(20, 5, prefix) for prefix in shared for _ in range(4)]
+    (queue,) = seats_of(needs, range(12), 1)
+    assert shared[2].room == 208 and queue.for_batches_of(1).prefixes == (48, 208, 576, 48)
+    assert queue.for_batches_of(5).prefixes == (48, 400, 576, 80)
+    assert PrefixRoom.planned(1200, 100, 2, beside=160) == (100, 688, 1200, 528)
+    assert PrefixRoom.planned(176, 100, 2, beside=160) == (16, 176, 176, 16)

@@ -111,7 +111,7 @@ def test_whoever_shares_a_prefix_waits_until_there_is_room_for_that() -> None:
     first, second = SharedPrefix(0, 32), SharedPrefix(1, 16)
     waiting, planned, _ = waiting_for([SeatNeed(40, 9)] * 3, 3, 1, [first, first, None])
     (batch,) = planned.block.batches
-    assert batch.seats is not None and batch.seats.prefixes == (32, 32, 32)
+    assert batch.seats is not None and batch.seats.prefixes == (32, 32, 32, 32)
     assert places(waiting.take(0, [second, None])) == [2], "neither of the others has room beside the second prefix"
     assert places(waiting.take(0, [first, None])) == [0], "this one is there"
     assert places(waiting.take(0, [])) == [1]

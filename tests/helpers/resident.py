@@ -252,8 +252,11 @@ def resident_behind(
     levels, device, prefix = _levels(model, policy), _device(weights), SharedPrefix(0, shared)
     judged = [replace(level, policy=level.policy if copies and level.policy.score_bytes else Full()) for level in levels]
     beginnings = _caches(model, judged, 1, [shared] * len(levels), False, device, kv_codec)
-    whole = _now([level.policy.whole(shared) for level in levels], [shared] * len(levels), device)
-    _through_layers(model, weights, beginnings, whole, torch.tensor([prompt[:shared]], device=device))
+    whole, states = (
+        _now([level.policy.whole(shared) for level in levels], [shared] * len(levels), device),
+        _states(model, 1, device),
+    )
+    _through_layers(model, weights, beginnings, whole, torch.tensor([prompt[:shared]], device=device), states=states)
     need = SeatNeed.behind(prefix, len(prompt), steps, copies)
     each, piece, made = [level.policy.alone(need) for level in levels], list(prompt[shared:]), list[Tensor]()
     capacities = [occupancy.capacity for occupancy in each]
@@ -266,7 +269,7 @@ def resident_behind(
         within = None if step else _echoes_within(model, levels)
         now = _now(slots, capacities, device, () if step and copies else (prefix,), within)
         tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
-        hidden = _through_layers(model, weights, caches, now, tokens)
+        hidden = _through_layers(model, weights, caches, now, tokens, states=states)
         made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
         piece = [int(made[-1].argmax())]
     return made

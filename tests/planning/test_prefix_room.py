@@ -19,12 +19,14 @@ def test_the_most_that_is_of_use_is_tried_first_and_nothing_last() -> None:
     assert prefix_rooms(Plan(), 32) == prefix_rooms(Plan(shared_prefixes=False), 1024) == [0]
     assert prefix_rooms(Plan.create(**H2O), 1024) == prefix_rooms(Plan(kv_codec="group4"), 1024) == [0]
     assert prefix_rooms(Plan.create(prefix_policy=JUDGED, **H2O), 1024)[0] == 1024
+    assert prefix_rooms(Plan(gpu_batch_size=16), 100, beside=64) == [352, 176, 0], "each has states beside its tokens"
+    assert rooms_to_search(Plan(), 1000, beside=64) == [1072, 0]
     assert prefix_rooms(Plan.create(**H2O), 1024, 77) == [77] == rooms_to_search(Plan.create(**H2O), 1024, 77)
 
 
 def test_why_there_is_no_room_is_told() -> None:
     reasons = (
-        (Plan(shared_prefixes=False), "they are off, or the model's layers have windows or states"),
+        (Plan(shared_prefixes=False), "they are off, or the model's layers have windows"),
         (Plan(schedule="row_by_row"), "schedule 'row_by_row' cannot"),
         (Plan(pipeline=2), "a pipeline of 2 devices cannot"),
     )
@@ -55,4 +57,4 @@ def test_batches_have_the_room_together(batches: int, of_batch: int) -> None:
     ((block, _),) = Workload.arriving(SeatNeed(1024, 9), 64, 4090).alike_blocks(4, batches)
     assert block.prefix_room == 4096 and len(block.batches) == batches
     for batch in block.batches:
-        assert batch.seats is not None and batch.seats.prefixes == (1023, of_batch, 4096)
+        assert batch.seats is not None and batch.seats.prefixes == (1023, of_batch, 4096, of_batch)

@@ -138,7 +138,8 @@ class PlanReport:
         sizes = [batch.size for batch in self.first.block.batches]
         yield entry("block", f"{max(sizes)} seats x {len(sizes)} batches, in which rows come and go")
         if room := workload.prefix_room:
-            yield entry("prefixes", f"room for {room} tokens of what requests begin with alike, {plan.prefix_policy}")
+            states = f", of which the states of each take {own}" if (own := workload.prefix_states) else ""
+            yield entry("prefixes", f"room for {room} tokens of what requests begin with alike{states}, {plan.prefix_policy}")
         shared = Counter(prefix for prefix in workload.prefixes if prefix is not None)
         if shared:
             saved = sum((rows - 1) * prefix.tokens for prefix, rows in shared.items())

@@ -1,10 +1,11 @@
-"""The KV of prefixes that rows share: computed once and kept once, in the memory that computes with it. It is kept while a
-seated row needs it, and longer where there is room. A prefix that was discarded is computed again if more rows of its group
-come.
+"""The KV of prefixes that rows share, and the states at their ends: computed once and kept once, in the memory that computes
+with them. A prefix is kept while a seated row needs it, and longer where there is room. One that was discarded is computed
+again if more rows of its group come.
 
 All prefixes lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, the prefixes
 after them move up. All heads keep the whole of a prefix, those of a level side by side. A row may share only the first tokens
-of a prefix, and a longer prefix may begin with a copy of them.
+of a prefix, and a longer prefix may begin with a copy of them. Where rows have states, it is shared as a whole: states are
+known at its end alone. They lie behind its tokens, and the room that they take is counted in tokens.
 
 Where there is a folder for them (`PrefixFiles`), a prefix that was computed is written there behind the work, and one that lies
 there is read instead of computed. `_parts` says what a prefix consists of.
@@ -25,6 +26,7 @@ from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.prefix_groups import SharedPrefix, bytes_of
 from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
 from h2o_flexgen.engine.stores.prefix_files import Gone, PrefixFiles
+from h2o_flexgen.engine.stores.states_in_memory import States, states_over
 from h2o_flexgen.engine.stores.stored_prefix import PartInMemory, StoredPrefix
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import Judge
@@ -35,7 +37,7 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.sampling.completion import StepLogprobs
 
-KV, HIDDEN = "kv", "hidden"  # parts of a prefix
+KV, STATES, HIDDEN = "kv", "states", "hidden"  # parts of a prefix
 
 
 @dataclass
@@ -84,7 +86,8 @@ class PrefixStore:
         self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
         self._numbers = count()
         self._room = planned.block.prefix_room
-        self._token_bytes = PrefixLayout.of(spec, 1, self._noted).nbytes
+        of_one = PrefixLayout.of(spec, 1, self._noted)
+        self._token_bytes, self._beside = of_one.nbytes, of_one.beside
         self._region = memories.compute.alloc(self._room * self._token_bytes) if self._room else None
         self._heads = heads_by_layer(planned.levels, device.torch_device, device.upload) if self._room else []
         self._judges = judges_by_level(judges, planned.levels, dict(zip(spec.kv_layers, self._heads)))
@@ -130,21 +133,22 @@ class PrefixStore:
     @property
     def may_cut(self) -> bool:
         """Whether the first tokens of a prefix can be shared without the others. They cannot where the later tokens changed the
-        scores that a policy has of the first."""
-        return not self._noted
+        scores that a policy has of the first, nor where rows have states: these are kept behind the last token alone."""
+        return not self._noted and not self._beside
 
     def new(self, tokens: int) -> SharedPrefix:
         """A prefix that is not kept yet, with the next free number, where prefixes have no numbers from before."""
-        return SharedPrefix(next(self._numbers), tokens)
+        return SharedPrefix(next(self._numbers), tokens, self._beside)
 
     def room_beside(self, source: SharedPrefix | None) -> int:
-        """Tokens for which room can be made while prefixes in use stay, and the one that is to be copied."""
+        """Tokens of a prefix for which room can be made while prefixes in use stay, and the one that is to be copied."""
         stays = (kept for kept in self if kept.users or (source is not None and kept.shared.group == source.group))
-        return self._room - sum(kept.shared.room for kept in stays)
+        return self._room - self._beside - sum(kept.shared.room for kept in stays)
 
     def use(self, shared: SharedPrefix, ids: Sequence[int], source: SharedPrefix | None = None) -> bool:
         """Counts one more seated row as a user of its prefix; true if the prefix is to be computed now. A new prefix may begin
         with a copy of its `source`, which is in use until the caller calls `leave` for it."""
+        assert shared.beside == self._beside, f"{shared.beside} tokens of room for states instead of {self._beside}"
         if source is not None:
             self._take_note(self._kept.pop(source.group))
         kept = self._kept.pop(shared.group, None)
@@ -221,8 +225,8 @@ class PrefixStore:
 
     def take_in(self, stored: StoredPrefix) -> bool:
         """Keeps a prefix that lies in the folder, if there is room beside those in use. No row uses it yet."""
-        shared = SharedPrefix(next(self._numbers), stored.tokens)
-        if shared.room > self.room_beside(None):
+        shared = self.new(stored.tokens)
+        if shared.room - shared.beside > self.room_beside(None):
             return False
         kept = Prefix(shared, stored.ids, self._place_for(shared))
         if not self._read(kept, stored):
@@ -238,12 +242,15 @@ class PrefixStore:
     @property
     def _needed(self) -> Set[str]:
         """The parts without which a prefix in the folder is of no use."""
-        return {KV, HIDDEN} if self._notes_hidden else {KV}
+        beside = {STATES: bool(self._beside), HIDDEN: self._notes_hidden}
+        return {KV, *(part for part, is_needed in beside.items() if is_needed)}
 
     def _parts(self, kept: Prefix) -> Mapping[str, Tensor]:
         """What a prefix consists of, as bytes where they lie."""
-        nbytes = PrefixLayout.of(self._spec, kept.shared.tokens, self._noted).nbytes
-        parts = {KV: self._part(kept.start * self._token_bytes, nbytes)}
+        layout, start = self._layout(kept), kept.start * self._token_bytes
+        parts = {KV: self._part(start, layout.nbytes)}
+        if layout.states:
+            parts[STATES] = self._part(start + layout.state_start(0), layout.state_bytes)
         if kept.hidden is not None:
             parts[HIDDEN] = kept.hidden.flatten().view(torch.uint8)
         return parts
@@ -276,6 +283,16 @@ class PrefixStore:
 
     # -- their data ------------------------------------------------------------------------------------------------------
 
+    def _layout(self, kept: Prefix) -> PrefixLayout:
+        return PrefixLayout.of(self._spec, kept.shared.tokens, self._noted)
+
+    def states(self, layer: int, group: int) -> States:
+        """The states at the end of a group's prefix in a layer, as those of one row."""
+        kept, place = self._kept[group], self._spec.state_layers.index(layer)
+        layout = self._layout(kept)
+        own = layout.states[place]
+        return states_over(self._part(kept.start * self._token_bytes + layout.state_start(place), own.nbytes), own)
+
     def caches(self, layer: int, groups: Collection[int]) -> Mapping[int, LayerCache]:
         """The caches of these groups' prefixes in a layer: many prefixes may be kept, and a batch needs few."""
         if not groups:
@@ -285,7 +302,7 @@ class PrefixStore:
 
     def _cache(self, kept: Prefix, place: int) -> LayerCache:
         heads, caches, before = self._heads[place], [], 0
-        layout, start = PrefixLayout.of(self._spec, kept.shared.tokens, self._noted), kept.start * self._token_bytes
+        layout, start = self._layout(kept), kept.start * self._token_bytes
         image_at, notes_at, of_layer = start + layout.image_start(place), start + layout.notes_start(place), layout.heads[place]
         for level, own in heads:
             count = len(own) if len(heads) > 1 else of_layer

@@ -8,25 +8,22 @@ visit needs it, all layers and batches have one home there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import StateLayout
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.states_in_memory import States, states_over
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import StateRooms
 from h2o_flexgen.planning.placement import Place
 from h2o_flexgen.schedule.ops import Task, Visit
-
-States = Mapping[str, Tensor]  # of a layer, by their names: (rows, ...), fp32
 
 
 class OpenStates(NamedTuple):
@@ -168,13 +165,3 @@ class StateStore:
     def _cuts(self, task: Task) -> list[slice]:
         place = task.layer, task.batch
         return [*self._layouts[place].cuts(self._units[place].rows)]
-
-
-def states_over(region: Tensor, layout: StateLayout) -> States:
-    """The states that lie in a region, by their names."""
-    by_row = region[: layout.nbytes].view(torch.float32).view(layout.rows, -1)
-    found = {}
-    for start, one in zip(layout.starts, layout.tensors):
-        first = start // by_row.itemsize
-        found[one.name] = by_row[:, first : first + one.nbytes // by_row.itemsize].unflatten(1, one.shape)
-    return found
