@@ -28,6 +28,7 @@ from tests.delayed.dealing import Dealer, Order, Start, forked, spawned
 from tests.delayed.late import ALSO_LATE
 from tests.delayed.planted import FAULTS
 from tests.delayed.stand import STANDS
+from tests.delayed.trying import Bench
 from tests.delayed.verdict import is_sound, more, verdict
 from tests.delayed.ways import ALL, TIMEOUT, A, D, Result, Way
 
@@ -134,15 +135,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _prepared(folder: Path) -> Bench:
+    """What forks try plans on pretended devices with."""
+    bench = Bench.of(STANDS["pretended"](), folder / "checkpoints", folder / "references")
+    bench.prepare()
+    return bench
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     is_sound = True
     with tempfile.TemporaryDirectory() as place:
+        start = partial(forked, _prepared(Path(place))) if options.pretended else partial(spawned, "gpu")
         for number, fault in enumerate(options.pretended or [NOTHING]):
             folder = Path(place) / str(number)
             folder.mkdir()
-            name, how = ("pretended", forked) if options.pretended else ("gpu", spawned)
-            document = run(name, fault, options, partial(how, name, fault, folder), folder)
+            document = run("pretended" if options.pretended else "gpu", fault, options, partial(start, fault, folder), folder)
             is_sound &= bool(document["sound"])
             print(json.dumps(document), flush=True)
     return 0 if is_sound else 1

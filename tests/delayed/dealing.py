@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.delayed.child import READY, serve
+from tests.delayed.child import READY, own_folder, serve
+from tests.delayed.trying import Bench
 from tests.delayed.ways import CRASH, TIMEOUT, WORDS, Result, Way
 
 STARTING_SECONDS = 90.0
@@ -170,8 +171,8 @@ def spawned(stand: str, fault: str, folder: Path, environment: Mapping[str, str]
     return Child(process.pid, ours, mine, environment)
 
 
-def forked(stand: str, fault: str, folder: Path, environment: Mapping[str, str]) -> Child:
-    """A fork of this process, which has imported all: for devices that a fork may use."""
+def forked(bench: Bench, fault: str, folder: Path, environment: Mapping[str, str]) -> Child:
+    """A fork of this process, which has imported and made all: for devices that a fork may use."""
     (orders, ours), (mine, results) = os.pipe(), os.pipe()
     if pid := os.fork():
         for file in (orders, results):
@@ -181,7 +182,8 @@ def forked(stand: str, fault: str, folder: Path, environment: Mapping[str, str])
         for file in (ours, mine):
             os.close(file)
         os.environ.update(environment)
-        serve(stand, fault, folder, orders, results)
+        own_folder(folder)
+        serve(bench, fault, orders, results)
     finally:
         os._exit(0)
     raise AssertionError("it has ended")

@@ -41,16 +41,32 @@ class Bench:
     checkpoints: Checkpoints
     references: Path
 
+    @classmethod
+    def of(cls, stand: Stand, checkpoints: Path, references: Path) -> Bench:
+        """`checkpoints`: the folder for those of this process."""
+        torch.set_num_threads(1)
+        references.mkdir(exist_ok=True)
+        return cls(stand, Checkpoints(checkpoints), references)
+
+    def prepare(self) -> None:
+        """Makes what all tries need, for processes that are forks of this one."""
+        with self.stand.kernels():
+            for number, planned in enumerate(self.stand.plans()):
+                self._expected(number, self._here(planned))
+
+    def _here(self, planned: Planned) -> Planned:
+        return replace(planned, case=replace(planned.case, device=self.stand.device))
+
     def tried(self, number: int, planned: Planned, way: Way) -> Result:
-        began, case = time.monotonic(), replace(planned.case, device=self.stand.device)
+        began, here = time.monotonic(), self._here(planned)
         result = Result(number, way.name, OK)
         try:
             with self.stand.kernels():
-                expected = self._expected(number, replace(planned, case=case))
+                expected = self._expected(number, here)
                 with self.stand.opened(way, number) as watch:
-                    completions, made = self._made(replace(planned, case=case), way)
+                    completions, made = self._made(here, way)
                     logits = {key: value.cpu() for key, value in made.items()}
-            found = differences(case, planned.limits, expected, completions, logits)
+            found = differences(here.case, here.limits, expected, completions, logits)
             result = replace(result, bits=digest_of(logits), **_told(found))
             if watch is not None and watch.alarms:
                 pairs = tuple(f"{pair} ({count})"[:WORDS] for pair, count in watch.alarms.most_common(4))

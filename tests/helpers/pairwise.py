@@ -30,24 +30,27 @@ def covering(
                 lacking[one, first].add((other, second))
                 lacking[other, second].add((one, first))
     assert all(lacking.values()) or len(names) < 2, "a value is in no case"
-    drawn = (_fewer(list(_drawn(places, lacking, Random(f"{seed} {number}")))) for number in range(tries))
+    order = {value: place for place, value in enumerate(sorted(lacking, key=str))}
+    drawn = (_fewer(list(_drawn(places, lacking, order, Random(f"{seed} {number}")))) for number in range(tries))
     fewest = (_values(pairs) for pairs in min(drawn, key=len))
     return [each_apart({name: choices[name][values.get(name, 0)] for name in names}) for values in fewest]
 
 
-def _drawn(places: Mapping[Name, Sequence[int]], lacking: Mapping[Value, set[Value]], random: Random) -> Iterator[Pairs]:
+def _drawn(
+    places: Mapping[Name, Sequence[int]], lacking: Mapping[Value, set[Value]], order: Mapping[Value, int], random: Random
+) -> Iterator[Pairs]:
     """The pairs that meet in each case for the first time. A case is built value by value around a pair that has not met, each
-    value one that meets most for the first time."""
+    value one that meets most for the first time. `order`: of all values, so that the same cases are drawn every time."""
     missing = {value: set(others) for value, others in lacking.items()}
     while any(missing.values()):
         first = max(missing, key=lambda value: (len(missing[value]), random.random()))
-        case = {first, random.choice(sorted(missing[first], key=str))}
+        case = {first, random.choice(sorted(missing[first], key=order.__getitem__))}
         taken = {name for name, _ in case}
         for name in random.sample(list(places), len(places)):
             if name not in taken:
                 values = [(name, place) for place in places[name]]
                 case.add(max(values, key=lambda one: (len(missing[one] & case), len(missing[one]), random.random())))
-        yield [pair for pair in itertools.combinations(sorted(case, key=str), 2) if pair[1] in missing[pair[0]]]
+        yield [pair for pair in itertools.combinations(sorted(case, key=order.__getitem__), 2) if pair[1] in missing[pair[0]]]
         for value in case:
             missing[value] -= case
 
@@ -67,16 +70,15 @@ def _fewer(cases: list[Pairs]) -> list[Pairs]:
 def _moved(pairs: Pairs, cases: Sequence[dict[Name, int]], gone: int) -> list[tuple[Pair, int]] | None:
     """The cases that pairs can meet in instead of the one that goes; None where one has no place. The fullest is taken."""
     moved, changed = list[tuple[Pair, int]](), dict[int, dict[Name, int]]()
+    others = ((len(values), number) for number, values in enumerate(cases) if values and number != gone)
+    fullest_first = [(number, cases[number]) for _, number in sorted(others, reverse=True)]
     for pair in pairs:
         (one, first), (other, second) = pair
-        able = [
-            (len(values), number)
-            for number, values in enumerate(cases)
-            if values and number != gone and values.get(one, first) == first and values.get(other, second) == second
-        ]
-        for _, number in sorted(able, reverse=True):
-            values = changed.get(number, {})
-            if values.get(one, first) == first and values.get(other, second) == second:
+        for number, values in fullest_first:
+            if values.get(one, first) != first or values.get(other, second) != second:
+                continue
+            added = changed.get(number, {})
+            if added.get(one, first) == first and added.get(other, second) == second:
                 changed.setdefault(number, {}).update(pair)
                 moved.append((pair, number))
                 break
