@@ -13,7 +13,6 @@ torch. The last line is one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -28,10 +27,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
+from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from benchmarks.comparison.command import commit
 from benchmarks.comparison.engine_process import HERE, EngineProcess, Took, Way
 from benchmarks.comparison.one_file import IN_MEMORY
-from h2o_flexgen.core.files import write_text
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import describe_machine
 
@@ -44,14 +43,12 @@ def main() -> int:
     args = parse(sys.argv[1:])
     result = result_of(args, measured(args))
     print_table(result)
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    tell(result, args.output)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", default="demo")
     add("--compute", default="int8")
@@ -61,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-len", type=int, default=64)
     add("--gen-len", type=int, default=32)
     add("--rounds", type=int, default=5)
-    add("--output", help="also write the JSON document here")
+    add_output(parser)
     return parser.parse_args(argv)
 
 

@@ -23,9 +23,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
+from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS
 from h2o_flexgen.apps.made_up_tables import MadeUpDataSet
-from h2o_flexgen.core.files import write_text
 
 NAME = "Amazon-Google"
 SHAPE = 876  # tokens of FlexGen's prompts
@@ -41,14 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = [run(args, Path(folder), way, turn) for turn in range(args.repeats) for way in (APART, SHARED)]
     result = result_of(args, words, runs)
     print_table(result)
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    tell(result, args.output)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", default="demo")
     add("--dtype", default="auto")
@@ -65,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3)
     add("--threads", type=int, default=1)
     add("--seed", type=int, default=0)
-    add("--output", help="also write the JSON document here")
+    add_output(parser)
     return parser.parse_args(argv)
 
 

@@ -32,12 +32,12 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
+from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from benchmarks.comparison.command import commit
 from benchmarks.portable import portable
 from benchmarks.recalled import NOT_MEASURED, Asked, Recalled
 from h2o_flexgen.checkpoints.model_places import FETCHED_MODELS, WHOLE_MODELS, local_place
 from h2o_flexgen.core.environment import default_offload_folder
-from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.evaluation.answer_settings import model_identity
@@ -114,9 +114,7 @@ def main() -> int:
         line.update({} if quality is None else {"recall": quality.cell(asked)})
     print_table(result)
     result.update(for_readme(result), **({} if quality is None else beside_quality(result, quality)))
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    tell(result, args.output)
     return 0
 
 
@@ -159,7 +157,7 @@ def written_down(args: argparse.Namespace) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", default="facebook/opt-1.3b", help="a model on this machine, or one with known shapes")
     add("--policies", "--policy", nargs="+", default=["h2o"])
@@ -179,7 +177,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--kv-codec", default=Plan.kv_codec)
     add("--offload-dir", default=str(default_offload_folder()))
     add("--quality", nargs="+", metavar="RESULTS", help="results.json of `evaluate --tasks recall`, to stand beside the speed")
-    add("--output", help="also write the JSON document here")
+    add_output(parser)
     add("--one", type=int, help=argparse.SUPPRESS)  # internal: a process that runs one variant, by its place
     return parser.parse_args(argv)
 

@@ -27,6 +27,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from h2o_flexgen.checkpoints.model_places import held_out_prose
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
@@ -62,14 +63,12 @@ def main() -> int:
         lines = repeated(args, Path(folder) / "lengths.json")
     result = result_of(args, lines)
     print_table(result)
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    tell(result, args.output)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("file", choices=tuple(FILES))
     add("--model", default="demo")
@@ -84,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3)
     add("--ways", nargs="+", help="only these")
     add("--offload-dir", default=str(default_offload_folder()))
-    add("--output", help="also write the JSON document here")
+    add_output(parser)
     add("--one", help=argparse.SUPPRESS)  # internal: a process that runs one way
     add("--lengths", help=argparse.SUPPRESS)  # internal: a file with the tokens that each row came to
     return parser.parse_args(argv)

@@ -31,9 +31,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
+from benchmarks.comparison.benchmark_command import passages, tell, with_header
 from benchmarks.comparison.command import commit
-from h2o_flexgen.checkpoints.model_places import held_out_prose
-from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.reports import Tick
@@ -57,24 +56,13 @@ def main() -> int:
     result = result_of(args, measured(args))
     for row in (result["columns"], *result["cells"]):
         print("  ".join(f"{cell:>22}" for cell in row))
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    tell(result, args.output)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = with_header(__doc__, 16, "tokens of a request's own")
     add = parser.add_argument
-    add("--model", default="demo")
-    add("--header", type=int, default=700, help="tokens that all requests begin with")
-    add("--own", type=int, default=16, help="tokens of a request's own")
-    add("--percent", type=float, nargs=6, default=[100, 0, 100, 0, 100, 0])
-    add("--dtype", default="float32")
-    add("--threads", type=int)
-    add("--seed", type=int, default=0)
-    add("--repeats", type=int, default=5)
-    add("--output", help="also write the JSON document here")
     add("--way", help=argparse.SUPPRESS)  # of a process that is started here
     add("--folder", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -87,12 +75,7 @@ def one_process(args: argparse.Namespace) -> dict[str, Any]:
     shape = {"gpu_batch_size": 4, "num_gpu_batches": 1, "threads": args.threads}
     folder = None if args.way == COMPUTED else args.folder
     with LLM(args.model, percent=args.percent, device="cpu", dtype=args.dtype, prefix_dir=folder, **shape) as llm:
-        text, random = list(llm.tokenizer.encode(held_out_prose())), Random(args.seed)
-
-        def passage(length: int) -> list[int]:
-            start = random.randrange(len(text) - length)
-            return text[start : start + length]
-
+        passage = passages(llm, Random(args.seed))
         header, others = passage(args.header), passage(args.header + args.own)
         prompts = [[*header, *passage(args.own)] for _ in range(3)]
         arrivals = llm.arrivals(args.header + args.own, 4)

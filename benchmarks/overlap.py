@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from h2o_flexgen.core.environment import default_offload_folder
-from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.llm import LLM
@@ -49,14 +49,12 @@ def main() -> int:
     runs = [run_in_process(args, schedule) for _ in range(args.repeats) for schedule in args.schedules]
     result = summary(args, runs)
     print_table(result)
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    tell(result, args.output)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", default="facebook/opt-1.3b", help="a model with known shapes; weights are random")
     add("--cpu-mem", default="2.1GB", help="what the process may hold")
@@ -71,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3)
     add("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     add("--offload-dir", default=str(default_offload_folder()))
-    add("--output", help="also write the JSON document here")
+    add_output(parser)
     add("--one", choices=list(SCHEDULES), help=argparse.SUPPRESS)  # internal: a process that runs one schedule
     return parser.parse_args(argv)
 

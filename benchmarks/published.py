@@ -71,7 +71,7 @@ DECODED_AGAIN = (
 
 @dataclass(frozen=True)
 class Published:
-    """A row of somebody's published table."""
+    """A row of a published table."""
 
     source: str
     name: str

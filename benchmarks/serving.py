@@ -13,7 +13,6 @@ what the processor works, which other work on the machine changes less. The last
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +26,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
+from benchmarks.comparison.benchmark_command import passages, tell, with_header
 from benchmarks.comparison.command import commit
-from h2o_flexgen.checkpoints.model_places import held_out_prose
-from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.reports import Tick
@@ -59,27 +57,16 @@ def main() -> int:
     args = parse(sys.argv[1:])
     result = result_of(args, measured(args))
     print_table(result)
-    if args.output:
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    tell(result, args.output)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = with_header(__doc__, 48, "tokens of a request's own, at most; half of it at least")
     add = parser.add_argument
-    add("--model", default="demo")
-    add("--header", type=int, default=700, help="tokens that all requests begin with")
-    add("--own", type=int, default=48, help="tokens of a request's own, at most; half of it at least")
     add("--answer", type=int, default=8, help="tokens to generate")
     add("--requests", type=int, default=24)
     add("--seats", type=int, default=8)
-    add("--percent", type=float, nargs=6, default=[100, 0, 100, 0, 100, 0])
-    add("--dtype", default="float32")
-    add("--threads", type=int)
-    add("--seed", type=int, default=0)
-    add("--repeats", type=int, default=5)
-    add("--output", help="also write the JSON document here")
     return parser.parse_args(argv)
 
 
@@ -88,12 +75,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def prompts_of(args: argparse.Namespace, llm: LLM) -> list[list[int]]:
     """The same for the same seed."""
-    random, text = Random(args.seed), list(llm.tokenizer.encode(held_out_prose()))
-
-    def passage(length: int) -> list[int]:
-        start = random.randrange(len(text) - length)
-        return text[start : start + length]
-
+    random = Random(args.seed)
+    passage = passages(llm, random)
     header = passage(args.header)
     return [[*header, *passage(random.randint(args.own // 2, args.own))] for _ in range(args.requests)]
 
