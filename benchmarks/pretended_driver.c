@@ -11,7 +11,7 @@ long launched;
 static Listener listener;
 static long modules;
 
-/* Who is told of each launch, in the thread that launches; NULL: nobody. */
+/* What is told of each launch, in the thread that launches; NULL: nothing is. */
 void listen(Listener told) { listener = told; }
 
 Status cuInit(unsigned flags) { return 0; }

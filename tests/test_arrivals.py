@@ -1,4 +1,4 @@
-"""Requests that come while a block runs: whoever comes when, each row says what the resident loop says of it alone."""
+"""Requests that come while a block runs: whenever it comes, each row says what the resident loop says of it alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHOICES = {
 
 
 class Guests:
-    """Whoever comes: the first few at once, and each other one when so many tokens were heard of."""
+    """The requests: the first few at once, and each other one when so many tokens were heard of."""
 
     def __init__(self, case: Case, arrivals: Arrivals, at_once: int, every: int) -> None:
         self.case, self.arrivals, self.every = case, arrivals, every
@@ -105,7 +105,7 @@ def test_whoever_comes_takes_a_seat_at_the_next_pass(checkpoints: Checkpoints, o
     assert sum(GROWTH) / 4 <= len(ticks) < sum(GROWTH) / 4 * 1.5, "seats stayed empty although others waited"
 
 
-def test_a_batch_that_nobody_wanted_is_filled_again_when_so_many_wait(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_batch_without_requests_is_filled_again_when_so_many_wait(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("llama-gqa", lengths=LENGTHS, gpu_batch_size=2, num_gpu_batches=2)
     ticks, guests = served(case, checkpoints, offload, at_once=1)
     begun_anew = [tick.number for tick in ticks if tick.alive > 2]
@@ -126,7 +126,7 @@ def test_a_block_ends_before_its_passes_do_and_the_next_goes_on(checkpoints: Che
     assert blocks >= sum(GROWTH) / (3 * MOST + 1)
 
 
-def test_who_gives_up_leaves_the_queue_or_the_seat(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_request_that_is_given_up_leaves_the_queue_or_the_seat(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("opt", lengths=LENGTHS[:4], gpu_batch_size=1)
     with case.open(checkpoints, offload) as llm:
         arrivals = llm.arrivals(LONGEST, MOST)
@@ -187,7 +187,7 @@ def test_what_has_no_room_is_refused_and_after_closing_everything(checkpoints: C
         assert len(unbounded.completion.token_ids) == 4 and not arrivals.gather(0.0)
 
 
-def test_who_is_abandoned_is_named_and_forgotten(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_request_that_is_abandoned_is_named_and_forgotten(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("opt", gpu_batch_size=1, num_gpu_batches=1).open(checkpoints, offload) as llm:
         arrivals = llm.arrivals(6, 4)
 
@@ -203,7 +203,7 @@ def test_who_is_abandoned_is_named_and_forgotten(checkpoints: Checkpoints, offlo
         assert list(llm.generate_arriving(arrivals)) == [after]
 
 
-def test_who_breaks_a_block_is_forgotten_alone_and_the_others_go_on(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_request_that_breaks_a_block_is_forgotten_alone_and_the_others_go_on(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("opt", lengths=LENGTHS[:4], gpu_batch_size=2, num_gpu_batches=1)
     with case.open(checkpoints, offload) as llm:
         arrivals = llm.arrivals(LONGEST, MOST)
@@ -245,13 +245,13 @@ def test_where_a_block_fails_those_with_a_seat_are_lost_and_the_others_wait_on(c
                 over.append(one)
         assert arrivals.load == (2, 2, 2) and arrivals.break_off() == come[1:3] and arrivals.load == (2, 0, 2)
         over += llm.generate_arriving(arrivals)
-        assert over == [come[0], *come[3:]] and arrivals.break_off() == [], "nobody is left"
+        assert over == [come[0], *come[3:]] and arrivals.break_off() == [], "none is left"
     for place in (0, 3, 4):
         alone = checkpoints.resident_logits(replace(case, gen_len=params[place].max_tokens), (place,))
         assert list(come[place].completion.token_ids) == [int(step[0].argmax()) for step in alone]
 
 
-def test_where_a_block_fails_before_anybody_has_a_seat_nobody_is_tried_for_ever(
+def test_where_a_block_fails_before_any_request_has_a_seat_none_is_tried_for_ever(
     checkpoints: Checkpoints, offload: Path
 ) -> None:
     with Case("opt").open(checkpoints, offload) as llm:
@@ -262,7 +262,7 @@ def test_where_a_block_fails_before_anybody_has_a_seat_nobody_is_tried_for_ever(
         assert list(llm.generate_arriving(arrivals)) == [after]
 
 
-def test_who_ends_in_the_pass_that_fails_is_told(
+def test_a_request_that_ends_in_the_pass_that_fails_is_told(
     checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = Sampler.sample
@@ -308,14 +308,14 @@ def test_the_keys_and_values_that_rows_hold_are_told(policy: Any, checkpoints: C
         assert {held for _, held in found} == {4 * of_token}
 
 
-def test_where_all_who_had_come_give_up_the_next_is_waited_for(checkpoints: Checkpoints, offload: Path) -> None:
+def test_where_all_requests_are_given_up_the_next_is_waited_for(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("opt").open(checkpoints, offload) as llm:
         arrivals = llm.arrivals(6, 4)
         first = arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
         gathering = ThreadPoolExecutor(1)
         waits = gathering.submit(arrivals.gather, 3600.0)
         arrivals.give_up(first)
-        for _ in range(sum(arrivals._sizes)):  # as many as fill the seats: nobody else is waited for
+        for _ in range(sum(arrivals._sizes)):  # as many as fill the seats: no other is waited for
             arrivals.offer(Request(Prompt(None, (1, 2)), FOUR))
         assert waits.result(PATIENCE_SECONDS)
         arrivals.close()
@@ -359,7 +359,7 @@ def test_whoever_waits_takes_a_seat_before_the_background_and_each_says_the_same
         assert picked(arrival) == [int(step[0].argmax()) for step in alone]
 
 
-def test_who_waits_in_the_background_keeps_nobody_else_waiting(checkpoints: Checkpoints, offload: Path) -> None:
+def test_requests_that_wait_in_the_background_keep_no_other_waiting(checkpoints: Checkpoints, offload: Path) -> None:
     """It would fill a batch that is empty, and waits for it, while others join; but if these go on and on, not for ever."""
     case = Case("opt", lengths=LENGTHS[:1], gpu_batch_size=2, num_gpu_batches=2)
     heard, tokens_before = list[int](), list[int]()
@@ -395,11 +395,11 @@ def test_the_background_gets_all_seats_when_the_block_is_over(checkpoints: Check
         arrivals.offer(asked(case, 0), hear)
         first = list(llm.generate_arriving(arrivals))
         assert len(first) == 1 and seated == [1] * 4 and arrivals.waiting_in_background == 4
-        assert arrivals.gather(3600.0), "nobody is waited for"
+        assert arrivals.gather(3600.0), "none is waited for"
         assert len(list(llm.generate_arriving(arrivals))) == 4 and max(seated) == 4
 
 
-def test_who_loses_a_seat_in_the_background_comes_first_there(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_request_that_loses_a_seat_in_the_background_comes_first_there(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("opt", lengths=LENGTHS[:5], gpu_batch_size=3, num_gpu_batches=1)
     with case.open(checkpoints, offload) as llm:
         arrivals = llm.arrivals(LONGEST, MOST)

@@ -1,4 +1,4 @@
-"""Requests that arrive share prefixes, which are computed once and outlast those who brought them; and nobody can tell."""
+"""Requests that arrive share prefixes, which are computed once and outlast those requests; no answer shows it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ArrivingCase(SharedCase):
 
 @dataclass
 class Guests:
-    """Whoever comes: the first few at once, and each other one when so many tokens were heard of."""
+    """The requests: the first few at once, and each other one when so many tokens were heard of."""
 
     prompts: Sequence[Sequence[int]]
     params: Sequence[SamplingParams]
@@ -90,7 +90,7 @@ class Guests:
             self.one_comes()
 
     def all_served(self, llm: LLM, **options: Any) -> list[Arrival]:
-        """Serves them in as many blocks as it takes: where nobody is left before the next comes, a block is over."""
+        """Serves them in as many blocks as it takes: where none is left before the next comes, a block is over."""
         over = list[Arrival]()
         for _ in range(self.at_once):
             self.one_comes()
@@ -175,7 +175,7 @@ class Counted:
         assert list(self.llm.generate_arriving(self.arrivals, seed=1, on_tick=ticks.append))
         engine = self.llm.loaded._engine
         assert engine is not None and engine._lasting is not None
-        assert not any(prefix.users for prefix in engine._lasting), "nobody has a seat any more"
+        assert not any(prefix.users for prefix in engine._lasting), "none has a seat any more"
         read, spared = ticks[-1].prompt_tokens, ticks[-1].spared_tokens
         assert read + spared == sum(len(arrival.rows) * arrival.rows[0].prompt_len for arrival in come)
         return read, spared, come
@@ -188,7 +188,7 @@ def test_what_two_requests_begin_with_is_kept_for_the_third_though_blocks_end(ch
     case, head = ArrivingCase("llama-gqa", gpu_batch_size=4), drawn(40, 1)
     with case.open(checkpoints, offload) as llm:
         counted = Counted(llm, llm.arrivals(60, 4))
-        assert counted.spared([*head, 1, 2]) == 0, "nobody else is known"
+        assert counted.spared([*head, 1, 2]) == 0, "no other is known"
         assert counted.spared([*head, 3, 4]) == 0, "now it is computed as a prefix"
         assert counted.spared([*head, 5, 6]) == 40
         assert counted.spared([*head, 7, 8], [*head, 9], [*head, 10]) == 120
@@ -233,7 +233,7 @@ def test_completions_of_one_prompt_have_it_computed_once(checkpoints: Checkpoint
     assert read == 21 + 6 and same([come.completion], [wanted])
 
 
-def test_who_is_wanted_least_lately_makes_room_and_is_computed_again(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_prefix_that_is_wanted_least_lately_makes_room_and_is_computed_again(checkpoints: Checkpoints, offload: Path) -> None:
     case = ArrivingCase("opt", gpu_batch_size=2, num_gpu_batches=1)
     heads = [drawn(32, seed) for seed in range(3)]
     with case.open(checkpoints, offload) as llm:
@@ -288,7 +288,7 @@ def test_log_probabilities_of_prompts_are_those_of_prompts_that_share_nothing(ch
             assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
 
 
-def test_who_gives_up_leaves_the_prefix_to_the_others(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_request_that_is_given_up_leaves_the_prefix_to_the_others(checkpoints: Checkpoints, offload: Path) -> None:
     case, head = ArrivingCase("opt", gpu_batch_size=3, num_gpu_batches=1), drawn(40, 1)
     with case.open(checkpoints, offload) as llm:
         counted = Counted(llm, llm.arrivals(60, 4, prefix_room=48))

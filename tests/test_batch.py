@@ -194,7 +194,7 @@ def test_a_dry_run_checks_the_input_and_shows_the_plan(command: Any, out: Path, 
     assert result.json["num_prompts"] == 3 and [*tmp_path.glob("out*")] == []
 
 
-def test_figures_are_written_for_those_who_draw_them(command: Any, out: Path, tmp_path: Path) -> None:
+def test_figures_are_written_where_they_are_drawn(command: Any, out: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     assert command("-i", write(tmp_path / "in.jsonl", requests()), "-o", out, *IN_MEMORY, "--metrics", metrics).status == 0
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -257,7 +257,7 @@ def break_requests(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("order", [(), ("--ordered",)])
-def test_a_request_that_breaks_takes_nobody_with_it(
+def test_a_request_that_breaks_fails_alone(
     command: Any, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
 ) -> None:
     file = write(tmp_path / "in.jsonl", requests())
@@ -396,9 +396,11 @@ def test_a_job_goes_on_where_it_ended(
     ],
     ids=["evicted", "packed", "packed and judged"],
 )
-def test_who_goes_on_alone_keeps_what_was_shared(command: Any, out: Path, tmp_path: Path, kept: tuple[str, ...]) -> None:
+def test_a_request_that_goes_on_alone_keeps_what_was_shared(
+    command: Any, out: Path, tmp_path: Path, kept: tuple[str, ...]
+) -> None:
     """A shared prefix is never evicted, and packed before others attend it, so what the last request of a group attends must
-    not depend on who is done."""
+    not depend on which are done."""
     header = [5 + 7 * n % 100 for n in range(40)]
     lines = [{"custom_id": f"r{n}", "prompt": [*header, *range(n + 1, n + 20)], "max_tokens": 12} for n in range(5)]
     file, whole = write(tmp_path / "in.jsonl", lines), tmp_path / "whole.jsonl"

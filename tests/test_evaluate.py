@@ -245,7 +245,7 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
     assert "--study facts takes one number for --lengths, and 2 are given" in command(*facts, "--lengths", "64,96").error
 
 
-def test_a_study_of_facts_says_who_finds_them(command: Any, tmp_path: Path) -> None:
+def test_a_study_of_facts_says_which_readers_find_them(command: Any, tmp_path: Path) -> None:
     facts = ("--lengths", 200, "--examples", 1, "--mentions", 1, "--question", "hidden", "--depths", 50)
     result = command("--model", DEMO, "--study", "facts", *facts, "--policies", "full,h2o,local", "--output", tmp_path)
     assert result.out[1] == "texts of 200 tokens, facts said once at 50 % of the text, questions hidden"

@@ -205,9 +205,7 @@ def test_an_error_of_the_engine_is_raised(
         ({"model": "/no/such/folder"}, "/no/such/folder"),
     ],
 )
-def test_arguments_that_nobody_knows_are_refused_when_the_client_is_made(
-    options: dict[str, Any], said: str, make: Make
-) -> None:
+def test_unknown_arguments_are_refused_when_the_client_is_made(options: dict[str, Any], said: str, make: Make) -> None:
     with pytest.raises(ValueError, match=said):
         make(**options)
 

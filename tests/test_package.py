@@ -1,4 +1,4 @@
-"""The package: its public names, and what somebody has who installs it from a source distribution, without the repository."""
+"""The package: its public names, and what is there once it is installed from a source distribution, without the repository."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_kernels_that_are_asked_for_are_built_from_the_source_distribution(i
     assert built == {"_baseline"}
 
 
-def test_kernels_for_a_processor_that_nobody_knows_are_refused() -> None:
+def test_kernels_for_an_unknown_processor_are_refused() -> None:
     command, asked = [sys.executable, "setup.py", "--name"], os.environ | {"H2O_FLEXGEN_BUILD": "avx2 z80"}
     run = subprocess.run(command, cwd=ROOT, env=asked, capture_output=True, text=True, check=False)
     assert run.returncode and run.stderr.startswith("H2O_FLEXGEN_BUILD names z80; allowed are baseline")

@@ -125,7 +125,7 @@ def test_random_weights_of_a_disk_are_each_ones_own(checkpoints: Checkpoints, of
     assert [one for n in range(2) for one in said if isinstance(one, Completion) and one.index == n] == expected[:2]
 
 
-def test_who_comes_with_another_plan_is_told(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_process_with_another_plan_is_told(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case(percent=(0, 100, 0, 100, 0, 100))
     with case.open(checkpoints, offload) as llm, descriptors(2) as (weights, passing):
         os.ftruncate(weights, 4096)

@@ -51,7 +51,7 @@ def command(capfd: pytest.CaptureFixture[str], offload: Path, tiny: Path) -> Cal
 
 
 class Visitor:
-    """A client in a thread of its own, who comes when the server listens."""
+    """A client in a thread of its own, which comes when the server listens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, visit: Callable[[OpenAI], None]) -> None:
         self.failed: list[BaseException] = []

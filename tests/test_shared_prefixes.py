@@ -148,7 +148,7 @@ def test_torch_does_without_kernels_what_they_do(case: SharedCase, checkpoints: 
         assert same(streamed(llm, case.requests), wanted)
 
 
-def test_a_prefix_is_computed_once_for_all_who_have_a_seat(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_prefix_is_computed_once_for_all_rows_with_a_seat(checkpoints: Checkpoints, offload: Path) -> None:
     case, ticks = SharedCase("llama-gqa", gpu_batch_size=4, num_gpu_batches=4, prefill_tokens=1), list[Tick]()
     with case.open(checkpoints, offload) as llm:
         streamed(llm, case.requests, on_tick=ticks.append)

@@ -1,4 +1,4 @@
-"""Rows that come and go: whoever joins when, each row says what the resident loop says of it alone."""
+"""Rows that come and go: whenever it joins, each row says what the resident loop says of it alone."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def hold_contract(case: Case, growth: Sequence[int], checkpoints: Checkpoints, o
     assert len(logits) == sum(growth) or (case.held and len(logits) < sum(growth)), "only what must come is not asked for"
 
 
-def test_who_is_done_is_handed_out_at_once_and_seats_are_taken_again(checkpoints: Checkpoints, offload: Path) -> None:
+def test_a_row_that_is_done_is_handed_out_at_once_and_seats_are_taken_again(checkpoints: Checkpoints, offload: Path) -> None:
     case, ticks = Case("llama-gqa", lengths=LENGTHS, gpu_batch_size=3, num_gpu_batches=2), list[Tick]()
     with case.open(checkpoints, offload) as llm:
         done_at = {one.index: len(ticks) for one in llm.generate_stream(requests_of(case), on_tick=ticks.append)}
@@ -235,7 +235,7 @@ def test_a_batch_is_not_done_between_rows_that_leave_and_those_that_join(
     monkeypatch.setattr(SeatedRows, "_join", seen_by_lanes)
     with case.open(checkpoints, offload) as llm:
         assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
-    assert len(seen) > len(LENGTHS) and not any(seen), "lanes would have fetched nothing for those who join"
+    assert len(seen) > len(LENGTHS) and not any(seen), "lanes would have fetched nothing for those that join"
 
 
 def test_what_is_no_request_is_a_prompt_and_nothing_asked_is_nothing_done(checkpoints: Checkpoints, offload: Path) -> None:
@@ -263,7 +263,7 @@ def one_longer(size: RequestSize) -> RequestSize:
 
 
 @pytest.mark.parametrize("failing", ["completion_of", "on_tick"])
-def test_nothing_runs_on_behind_an_error_that_somebody_keeps(
+def test_nothing_runs_on_behind_an_error_that_is_kept(
     failing: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*given: object) -> Completion:

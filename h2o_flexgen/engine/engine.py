@@ -474,9 +474,9 @@ class Engine:
 
         def for_its_users(action: Callable[[Task], int]) -> Callable[[Task], int]:
             """Skips the action if no row needs its data any more. Weights cut in slices serve all batches."""
-            return lambda task: 0 if state.is_done or is_for_nobody(task) else action(task)
+            return lambda task: 0 if state.is_done or is_for_no_row(task) else action(task)
 
-        def is_for_nobody(task: Task) -> bool:
+        def is_for_no_row(task: Task) -> bool:
             users = (rows for batch, rows in enumerate(state.rows) if schedule.weight_batch(batch) == task.batch)
             return not schedule.cuts_layers and all(rows.is_done for rows in users)
 

@@ -36,7 +36,7 @@ def nothing_to_attend(tokens: NewTokens) -> Tensor:
     raise AssertionError("a layer that has no KV attends to nothing")
 
 
-def _nobody_listens(experts: Tensor) -> None: ...
+def _nothing_listens(experts: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Given:
 
     positions: Tensor  # (rows, tokens), from 0
     attend: Attend = nothing_to_attend
-    chosen: Callable[[Tensor], None] = _nobody_listens  # told of the experts (..., chosen) that tokens are given to
+    chosen: Callable[[Tensor], None] = _nothing_listens  # told of the experts (..., chosen) that tokens are given to
     in_heads: bool = False  # `attend` may be handed queries of heads (`NewTokens.in_heads`), and then hands on what is as wide
     may_overwrite: bool = False  # the hidden states are not used elsewhere: a function may change them and hand them on
     states: Mapping[str, Tensor] = field(default_factory=dict)  # of the rows, by name: the function changes them in place

@@ -182,7 +182,7 @@ def listening(app: ASGIApp, opened: socket.socket, limits: Limits, on_end: Calla
         opened.listen(BACKLOG)
     except OSError as error:
         raise _unusable(place_of(opened), error) from error
-    _forget_who_does_not_read(opened, limits.unread_seconds)
+    _forget_clients_that_do_not_read(opened, limits.unread_seconds)
     server, failed = uvicorn.Server(_config(app, limits)), list[BaseException]()
 
     def answer() -> None:
@@ -239,7 +239,7 @@ def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     )
 
 
-def _forget_who_does_not_read(opened: socket.socket, seconds: float) -> None:
+def _forget_clients_that_do_not_read(opened: socket.socket, seconds: float) -> None:
     """Tells the system to end a connection if its client takes nothing of what was sent, for so long. Accepted connections
     inherit this."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):

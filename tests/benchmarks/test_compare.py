@@ -397,7 +397,7 @@ def test_what_is_killed_says_that_it_was_memory() -> None:
         watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 
 
-def test_who_leaves_the_group_and_holds_the_pipe_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_leaves_the_group_and_holds_the_pipe_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "HEARD_WITHIN", 0.1)
     sleeps = f"[sys.executable, '-c', 'import time; time.sleep({2 * PATIENCE_SECONDS})']"
     started = f"subprocess.Popen({sleeps}, start_new_session=True, stdout=subprocess.DEVNULL)"

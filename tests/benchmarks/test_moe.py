@@ -66,7 +66,7 @@ def test_types_that_are_not_written_are_refused(tmp_path: Path) -> None:
         random_gguf.random_gguf("zai-org/GLM-4.5-Air", tmp_path)
 
 
-def test_shapes_that_nobody_knows_are_refused(tmp_path: Path) -> None:
+def test_unknown_shapes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the shapes of some/model are not known"):
         random_gguf.random_gguf("some/model", tmp_path)
     assert not list(tmp_path.iterdir())

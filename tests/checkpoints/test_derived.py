@@ -179,7 +179,7 @@ def test_a_copy_of_an_older_format_is_made_again_in_its_place(kind: str, older: 
     assert Stage.MENDING not in home.stages and len(home.copies(kind)) == 1
 
 
-def test_where_nobody_listens_a_warning_names_the_copy_and_the_tensor(home: Home) -> None:
+def test_without_a_listener_a_warning_names_the_copy_and_the_tensor(home: Home) -> None:
     folder = home.model()
     home.tokens(folder)
     zero_tail(home.weights("converted")[-1], 5000)

@@ -53,7 +53,7 @@ def partial_of(cache: Path, who: str) -> Path:
     return folder
 
 
-def test_what_nobody_holds_is_removed_and_told_in_a_line(tmp_path: Path) -> None:
+def test_what_is_not_held_is_removed_and_told_in_a_line(tmp_path: Path) -> None:
     offload, cache, mine = tmp_path / "offload", tmp_path / "packed", tmp_path / "offload" / "weights.bin"
     dead = [weights_of(offload, writer()), weights_of(offload, "older"), partial_of(cache, writer()), partial_of(cache, "17")]
     mine.write_bytes(b"somebody's")

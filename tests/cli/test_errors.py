@@ -1,4 +1,4 @@
-"""How commands end: quietly where nobody reads any more."""
+"""How commands end: quietly where nothing reads their output any more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS = (run, plan, profile, chat, calibrate, evaluate)
 
 @contextmanager
 def unread() -> Iterator[StringIO]:
-    """Standard output that nobody reads any more, and what goes to standard error meanwhile."""
+    """Standard output that is not read any more, and what goes to standard error meanwhile."""
     ours, theirs = os.pipe()
     os.close(ours)
     with os.fdopen(theirs, "w") as stream, redirect_stdout(stream), redirect_stderr(StringIO()) as errors:
@@ -59,20 +59,20 @@ def _in_a_task(_: Namespace) -> None:
 
 
 @pytest.mark.parametrize("work", [_print, _print_little, _in_a_task])
-def test_nobody_is_told_that_nobody_reads(work: Callable[[Namespace], None]) -> None:
+def test_no_message_says_that_nothing_reads(work: Callable[[Namespace], None]) -> None:
     with unread() as errors:
         assert exit_status(_args, work) == UNREAD
     assert errors.getvalue() == ""
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_help_that_nobody_reads_ends_every_command_quietly(command: ModuleType) -> None:
+def test_help_that_is_not_read_ends_every_command_quietly(command: ModuleType) -> None:
     with unread() as errors:
         assert command.main(["--help"]) in (0, UNREAD)  # argparse itself drops a long help
     assert errors.getvalue() == ""
 
 
-def test_a_plan_that_nobody_reads_is_no_error() -> None:
+def test_a_plan_that_is_not_read_is_no_error() -> None:
     words = "--model facebook/opt-125m --dummy-weights --machine cpu-2core --evaluate --percent 0 50 0 100 0 100"
     with unread() as errors:
         assert plan.main(words.split()) == UNREAD

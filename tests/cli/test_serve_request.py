@@ -26,7 +26,7 @@ def test_without_flags_the_model_of_the_package_is_served_to_this_machine_alone(
     assert (request.gather_seconds, request.listen.most_body_bytes, request.keep) == (0.1, 4_000_000, None)
 
 
-def test_flags_say_where_and_for_whom() -> None:
+def test_flags_say_where_and_for_which_clients() -> None:
     where = ("--host", "::1", "--port", 0, "--api-key-file", "~/keys", "--max-body", "1GB", "--served-model-name", "mine")
     request = asked(*where, "--gather", "2s", "--queue", 5, "--rows", 7, "--prompt-len", 9, "--gen-len", 3, "--seed", 4)
     assert (request.listen.host, request.listen.port, request.name) == ("::1", 0, "mine")
@@ -75,7 +75,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         Time().typed(text)
 
 
-def test_who_lacks_the_extra_is_told_how_to_get_it(monkeypatch: Any) -> None:
+def test_a_user_without_the_extra_is_told_how_to_get_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(serve_request, "find_spec", lambda name: None)
     said = "What a server listens with is not installed; it comes with the extra [serve]: pip install -e '.[serve]'"
     assert one_line(asked) == said

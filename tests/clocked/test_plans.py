@@ -1,6 +1,6 @@
 """The contract on the clocked device: tokens and logits of the resident loop, and nothing races with anything else.
 
-Every two values of any two choices meet, in blocks those that have code together, in texts as short as they can be. Who
+Every two values of any two choices meet, in blocks those that have code together, in texts as short as they can be. What
 meets nothing new is the first of its choice: so that is what overlaps and offloads.
 """
 

@@ -1,4 +1,4 @@
-"""Requests dealt to processes: each goes to one of them, loads are near each other, and who shares a prefix stays together."""
+"""Requests dealt to processes: each goes to one, loads are near each other, and those that share a prefix stay together."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     return next((place for place, both in enumerate(zip(one, other)) if both[0] != both[1]), min(len(one), len(other)))
 
 
-def test_what_nobody_has_asked_for_longest_is_forgotten_first() -> None:
+def test_what_was_not_asked_for_longest_is_forgotten_first() -> None:
     asked_for_again, once = list(range(500)), list(range(1000, 1500))
     beginnings = Beginnings(room=1 << 15)
     for text in (asked_for_again, once):

@@ -1,4 +1,4 @@
-"""Seats: who waits for which, and how much room each has."""
+"""Seats: which row waits for which, and how much room each has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_row_waits_in_one_queue_whose_seats_have_room_for_it(needs: list[S
 
 
 @given(NEEDS, draw.integers(1, 6))
-def test_those_who_need_more_are_together_and_the_longest_begin(needs: list[SeatNeed], batches: int) -> None:
+def test_rows_that_need_more_are_together_and_the_longest_begin(needs: list[SeatNeed], batches: int) -> None:
     found = seats_of(needs, range(len(needs)), batches)
     for larger, smaller in pairwise(found):
         assert min(needs[row].tokens for row in larger.queue) >= max(needs[row].tokens for row in smaller.queue)
@@ -90,13 +90,13 @@ def test_rows_of_a_group_follow_each_other_in_the_same_order_in_all_queues(
         assert groups == [group for each in order for group in groups if group == each]
         orders.append(order)
         longest = max((prefix.room for row in seats.queue if (prefix := needs[row].prefix) is not None), default=0)
-        assert longest <= seats.prefixes.of_batch <= seats.prefixes.of_all, "whoever waits can have a seat some time"
+        assert longest <= seats.prefixes.of_batch <= seats.prefixes.of_all, "a row that waits can have a seat some time"
     everywhere = [group for group in range(1, 5) if all(group in order for order in orders)]
     assert len({tuple(group for group in order if group in everywhere) for order in orders}) <= 1
 
 
 @given(SHARING, draw.booleans())
-def test_a_prefix_takes_no_slots_unless_it_is_copied_and_is_read_by_nobody(
+def test_a_prefix_takes_no_slots_unless_it_is_copied_and_is_read_by_no_row(
     rows: list[tuple[int, int, int]], copies: bool
 ) -> None:
     for need, (own, grown, _) in zip(sharing(rows, copies), rows):

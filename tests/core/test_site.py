@@ -1,4 +1,4 @@
-"""What is computed in where nobody asks for a type: it depends on what the place has instructions for."""
+"""What is computed in where no type is asked for: it depends on what the place has instructions for."""
 
 from __future__ import annotations
 

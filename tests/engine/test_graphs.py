@@ -60,8 +60,7 @@ def is_without_graphs(device: str) -> bool:
 def test_replayed_steps_give_the_bits_of_the_resident_loop(
     place: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    """Policies begin to evict while steps are replayed, which takes new graphs. Where weights come through buffers, a layer has
-    a graph for each of them."""
+    """Where weights come through buffers, a layer has a graph for each of them."""
     format, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
         ("opt", "llama-gqa", "neox-parallel")[place % 3],
@@ -75,6 +74,16 @@ def test_replayed_steps_give_the_bits_of_the_resident_loop(
         compute=product,
         kv_codec=("plain", "group4")[place % 2],
     )
+    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device)
+
+
+@pytest.mark.parametrize("percent", [RESIDENT, WEIGHTS_MOVE])
+def test_rows_that_begin_to_evict_while_steps_are_replayed_take_new_graphs(
+    percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    """Some steps are replayed while all slots are kept, and then others evict."""
+    policy = ("kv_policy", "h2o"), ("heavy", 6), ("recent", 5)
+    case = Case("llama-gqa", percent, (5, 4, 3, 5), 16, device=any_device, policy=policy)
     assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device)
 
 

@@ -66,7 +66,7 @@ def test_what_is_freed_stays_locked_for_the_next_and_what_is_trimmed_does_not(
 
 
 @pytest.mark.parametrize("seen_as", [lambda region: region, lambda region: region[:100], lambda region: region.numpy()])
-def test_what_somebody_looks_at_is_locked_until_the_last_look(
+def test_what_is_looked_at_is_locked_until_the_last_look(
     seen_as: Callable[[Tensor], object], locker: LockingDevice, cudart: PretendedCudart
 ) -> None:
     with torch.inference_mode():  # a view then keeps its memory, and not the tensor that it is a view of
@@ -89,7 +89,7 @@ def test_an_error_behind_the_locking_leaves_nothing_locked(
     assert tier.alloc(4096).nbytes == 4096
 
 
-def test_the_check_finds_pages_that_nobody_unlocks(cudart: PretendedCudart) -> None:
+def test_the_check_finds_pages_that_are_not_unlocked(cudart: PretendedCudart) -> None:
     class Forgetful(Pages):
         def __del__(self) -> None:
             pass

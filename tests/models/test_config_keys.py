@@ -369,7 +369,7 @@ def test_every_key_means_what_it_means_to_transformers(model_type: str, tmp_path
         ("olmoe", [("decoder_sparse_step", 2)]),
     ],
 )
-def test_a_key_that_is_read_elsewhere_or_by_nobody_changes_nothing_more(
+def test_a_key_that_is_read_elsewhere_or_nowhere_changes_nothing_more(
     model_type: str, pairs: list[Pair], tmp_path: Path
 ) -> None:
     assert held(changed(values_of(model_type), *pairs), tmp_path) == "equal"

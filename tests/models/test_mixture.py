@@ -1,4 +1,4 @@
-"""The experts of a layer: what becomes of a token depends neither on who is beside it nor on where slices are cut."""
+"""The experts of a layer: what becomes of a token depends neither on what is beside it nor on where slices are cut."""
 
 from __future__ import annotations
 

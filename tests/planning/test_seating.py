@@ -1,4 +1,4 @@
-"""Seating: who has a seat in which pass is foreseen as it comes, and with it what is computed and moved."""
+"""Seating: which row has a seat in which pass is foreseen as it comes, and with it what is computed and moved."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_heads_that_are_left_nothing_keep_a_slot(policy: str) -> None:
 @pytest.mark.parametrize(
     "policy, said", [("streaming", "of which 4 are sinks"), ("snapkv", "no recent"), ("lagkv", "protects 4")]
 )
-def test_who_asks_more_slots_than_head_budgets_leave_a_head_is_told_so(policy: str, said: str) -> None:
+def test_more_slots_than_head_budgets_leave_a_head_are_refused(policy: str, said: str) -> None:
     few = HeadBudgets("a model", "a text", (0.2,), (((0.73, 0.01), (0.05, 0.01)),))
     *_, least = Plan.create(kv_policy=policy, kv_budget=0.2, head_budgets=few).levels(tiny_spec(blocks=2))
     with pytest.raises(ValueError, match=rf"by head budgets some heads keep 0\.0\d+ of a text: kv_policy '{policy}' .*{said}"):

@@ -202,8 +202,8 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
 
 
 @pytest.mark.parametrize("kept", ASKED, ids=name_of)
-def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept: dict[str, Any]) -> None:
-    """Read from the scores alone: no definition of who is chosen among the others."""
+def test_after_every_step_the_budget_is_held_and_protected_tokens_are_there(kept: dict[str, Any]) -> None:
+    """Read from the scores alone: no definition of which token is chosen among the others."""
     policy, rows = Plan.create(**kept).policy, texts(2, 2)
     occupancy = policy.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
     shape = (len(LENGTHS), 2, occupancy.capacity)
@@ -282,7 +282,7 @@ def test_scores_may_be_the_highest_share_that_a_token_got(kept: dict[str, Any], 
         test_a_cache_that_lives_on_keeps_what_the_definition_says(kept, 2, 3)
 
 
-def test_what_is_never_filled_is_noted_as_nobody() -> None:
+def test_what_is_never_filled_is_noted_as_empty() -> None:
     policy, batch = Plan.create(kv_policy="h2o", heavy=3, recent=2).policy, Batch((0, 1), (9, 2))
     occupancy = policy.occupancy(batch, 4)
     scores = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, occupancy.capacity))

@@ -1,5 +1,5 @@
 """Policies behind a prefix that rows share: where it is pinned it stands beside what a policy counts, and where it is judged
-all is as if nobody shared anything. Both are held to the definition, head by head and step by step."""
+all is as if nothing were shared. Both are held to the definition, head by head and step by step."""
 
 from __future__ import annotations
 

@@ -581,7 +581,7 @@ def measured_as(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> None:
     monkeypatch.setattr(profile_cache, "profile_apart", lambda device, folder, name, *_: replace(next(left), name=name))
 
 
-def test_who_uses_a_profile_is_told_that_it_was_disturbed_and_what_mends_it(
+def test_a_user_of_a_profile_is_told_that_it_was_disturbed_and_what_mends_it(
     counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_cache, "is_quiet", lambda folder: False)

@@ -78,7 +78,7 @@ def over_before(schedule: Pipeline, tasks: list[Task], at: int) -> set[Key]:
     return ancestors[tasks[at].key]
 
 
-def test_hidden_states_that_nobody_hands_on_are_missed() -> None:
+def test_hidden_states_that_are_not_handed_on_are_missed() -> None:
     schedule = Pipeline(RESIDENT)
     tasks = [task for task in schedule.tasks() if task.op is not Op.PASS_H]
     with pytest.raises(ScheduleError, match=r"needs PASS_H 0.1.0, which was not issued before it"):

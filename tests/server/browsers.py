@@ -1,4 +1,4 @@
-"""A browser for tests of the page: the system's own, without a window. It asks nobody but the server of the test."""
+"""A browser for tests of the page: the system's own, without a window. It asks nothing but the server of the test."""
 
 from __future__ import annotations
 

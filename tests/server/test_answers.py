@@ -1,4 +1,4 @@
-"""Answers to OpenAI's own client: whoever asks beside whom, each hears what the model says to it alone."""
+"""Answers to OpenAI's own client: whatever is asked beside it, each request gets what the model says to it alone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_streamed_text_is_the_whole_one_in_pieces(client: OpenAI) -> None:
             pieces = [item for one in own if one.logprobs is not None for item in getattr(one.logprobs, name)]
             expected = getattr(choice.logprobs, name)
             assert len(pieces) == len(expected) == 20
-            is_measured = name.endswith("logprobs")  # the last bits depend on who is computed beside a row
+            is_measured = name.endswith("logprobs")  # the last bits depend on what is computed beside a row
             assert all(one == (pytest.approx(other) if is_measured else other) for one, other in zip(pieces, expected)), name
     assert whole.choices[0].text != whole.choices[1].text
 
@@ -123,7 +123,7 @@ def test_a_chat_whole_and_streamed(client: OpenAI) -> None:
     assert whole.usage.completion_tokens == 6 and {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
-def test_a_developer_is_who_the_system_was(client: OpenAI) -> None:
+def test_a_developer_is_what_the_system_was(client: OpenAI) -> None:
     def answer(role: str) -> tuple[str | None, int]:
         messages: Any = [{"role": role, "content": "ab"}, {"role": "user", "content": "c", "name": "A"}]
         found = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Batches: what they answer is what the server answers, whatever cuts them off, and whoever asks meanwhile."""
+"""Batches: what they answer is what the server answers, whatever cuts them off, and whatever is asked meanwhile."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_batch_that_is_cancelled_when_it_is_about_to_begin_is_not_run(
 
 @pytest.fixture(scope="module")
 def whole(server: Served, client: OpenAI) -> dict[str, Any]:
-    """What a batch says that nobody cuts off."""
+    """What a batch says that is not cut off."""
     batch = ended(server, client, batch_of(client, DRAWN))
     return records(client, batch.output_file_id)
 

@@ -1,4 +1,4 @@
-"""Who goes away, who has to wait, and what is left of a block that fails: nobody else hears of it."""
+"""Requests that are given up or have to wait, and what is left of a block that fails: no other request notices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_client_that_goes_away_before_its_turn_leaves_the_queue(llm: LLM) -> N
 
 
 def socket_of(server: Served, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a request was sent, whose answer nobody has read."""
+    """A connection on which a request was sent, whose answer was not read."""
     raw = socket.create_connection((server.place.host, server.place.port))
     content = json.dumps(body).encode()
     headers = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
@@ -138,7 +138,7 @@ def test_a_body_for_which_there_can_be_no_room_is_refused_for_ever(llm: LLM) -> 
         assert http.post("/v1/completions", json={"prompt": ["x"] * 5, "max_tokens": 1}).status_code == 200
 
 
-def test_after_it_is_closed_those_who_were_admitted_are_served_and_nobody_else(llm: LLM) -> None:
+def test_after_it_is_closed_only_admitted_requests_are_served(llm: LLM) -> None:
     with served(llm) as server:
         with server.held():
             seated = Asking(server, prompt="x", max_tokens=5)
@@ -153,7 +153,7 @@ def test_after_it_is_closed_those_who_were_admitted_are_served_and_nobody_else(l
         assert seated.answer.usage.completion_tokens == 5 and len(waiting.answer.choices) == 5
 
 
-def test_who_is_handed_back_is_told_so(llm: LLM) -> None:
+def test_a_request_that_is_handed_back_is_told_so(llm: LLM) -> None:
     with served(llm) as server:
         with server.held():
             first = Asking(server, prompt="x", max_tokens=GEN_LEN)
@@ -198,7 +198,7 @@ def test_a_block_that_fails_is_told_to_its_clients_and_the_next_goes_on(llm: LLM
         assert len(server.told) == 2 and ended(server) == {"error": 2, "length": 1}
 
 
-def test_a_block_that_fails_takes_nobody_with_it_who_had_no_seat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_fails_leaves_requests_without_a_seat_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(logits: Any, place: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -213,7 +213,7 @@ def test_a_block_that_fails_takes_nobody_with_it_who_had_no_seat(llm: LLM, monke
         assert len(waiting.answer.choices) == 3 and ended(server) == {"error": 4, "length": 3} and len(server.told) == 1
 
 
-def test_a_block_that_cannot_even_begin_is_told_to_all_who_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_even_begin_is_told_to_all_that_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **given: Any) -> Any:
         raise OSError(28, "No space left on device")
 
@@ -227,7 +227,7 @@ def test_a_block_that_cannot_even_begin_is_told_to_all_who_wait(llm: LLM, monkey
         assert len(server.told) == 2
 
 
-def test_a_request_that_breaks_takes_nobody_with_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_breaks_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def overflow(logits: Any, place: int) -> None:
         logits[place] = float("nan")
 

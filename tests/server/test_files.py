@@ -143,7 +143,7 @@ def test_a_form_that_ends_too_early_is_refused(http: httpx.Client, caplog: pytes
     for content in (b"", request.read()[:-10], b"garbage"):
         said = error(http.post("/v1/files", content=content, headers=headers), 400)
         assert said["message"].startswith("the form cannot be read: ") and said["code"] == "invalid_form"
-    assert caplog.records == [], "it is no matter of whoever runs the server"
+    assert caplog.records == [], "it is no matter for the log of the server"
 
 
 def test_pages_of_this_server_may_do_what_those_of_others_may_not(http: httpx.Client, server: Served) -> None:
@@ -168,7 +168,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(server: Served, data: Path) ->
     server.until(lambda: not any((data / "files").iterdir()))
 
 
-def test_who_sends_too_slowly_is_not_waited_for(llm: LLM, tmp_path: Path) -> None:
+def test_an_upload_that_is_too_slow_is_not_waited_for(llm: LLM, tmp_path: Path) -> None:
     limits = Limits(body_seconds=0.01)
     with served(llm, data=tmp_path, most_file_bytes=1000, limits=limits) as server, begun_upload(server) as raw:
         told = b"".join(iter(lambda: raw.recv(1000), b""))
@@ -225,7 +225,7 @@ def test_bytes_come_from_anywhere_and_where_they_are_gone_that_is_said(
     assert error(http.get(f"/v1/files/{file.id}/content"), 404)["code"] == "file_not_found"
 
 
-def test_who_looks_does_not_wait_for_the_disk(
+def test_looking_does_not_wait_for_the_disk(
     server: Served, client: OpenAI, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_writing, may_go = threading.Event(), threading.Event()
@@ -293,7 +293,7 @@ def test_without_a_folder_whoever_asks_is_told_how_to_give_one(llm: LLM) -> None
             assert caught.value.code == "no_data_dir"
 
 
-def test_files_too_are_for_those_who_have_a_key(llm: LLM, tmp_path: Path) -> None:
+def test_files_too_need_a_key(llm: LLM, tmp_path: Path) -> None:
     with served(llm, keys=("a-long-key",), data=tmp_path) as server, server.http() as http:
         for path in ("/v1/files", "/v1/files/x/content", "/v1/batches"):
             error(http.get(path), 401)

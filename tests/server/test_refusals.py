@@ -146,7 +146,7 @@ def test_a_page_of_a_browser_cannot_ask_without_being_allowed(http: httpx.Client
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:80", "a.localhost:1", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000", "[::ffff:127.0.0.1]"]
 )
-def test_who_asks_this_machine_is_answered(http: httpx.Client, host: str) -> None:
+def test_requests_to_this_machine_are_answered(http: httpx.Client, host: str) -> None:
     assert http.get("/health", headers={"host": host}).status_code == 200
 
 
@@ -156,7 +156,7 @@ NO_NAMES = ["a@localhost", "localhost/evil", "localhost?x", "localhost#x", "loca
 @pytest.mark.parametrize(
     "host", ["evil.example:80", "localhost.evil.example", "10.0.0.1", "0.0.0.0", "[::2]", "[::1", "", *NO_NAMES]
 )
-def test_who_asks_another_name_that_leads_here_is_not(http: httpx.Client, host: str) -> None:
+def test_requests_to_another_name_that_leads_here_are_not(http: httpx.Client, host: str) -> None:
     for path in ("/health", "/metrics", "/v1/models"):
         found = error(http.get(path, headers={"host": host}), 421)
         assert found["code"] == "unknown_host" and f"which is not called {host!r}; ask localhost" in found["message"]
@@ -188,7 +188,7 @@ def test_other_models_paths_and_methods_are_refused(http: httpx.Client, server: 
         client.completions.create(model="other", prompt="x")
 
 
-def test_who_has_no_key_is_told_so(llm: LLM) -> None:
+def test_a_client_without_a_key_is_told_so(llm: LLM) -> None:
     with served(llm, keys=("another-key", KEY, BEYOND_ASCII)) as server:
         for wrong in ("wrong", KEY[:-1], KEY + "x"):
             with server.client(wrong) as client, pytest.raises(openai.AuthenticationError):
@@ -197,7 +197,7 @@ def test_who_has_no_key_is_told_so(llm: LLM) -> None:
             assert error(http.get("/v1/models"), 401)["code"] == "invalid_api_key"
             found = error(http.get("/v1/models", headers={"authorization": f"Basic {KEY}"}), 401)
             assert found["message"].startswith("no such API key") and KEY not in found["message"]
-            assert error(http.get("/v1/nothing"), 401), "nobody hears what there is"
+            assert error(http.get("/v1/nothing"), 401), "it does not say what there is"
             assert http.get("/health").status_code == 200
             for given, status in ((BEYOND_ASCII, 200), (BEYOND_ASCII[:-1], 401)):
                 assert http.get("/v1/models", headers={"authorization": f"Bearer {given}".encode()}).status_code == status
@@ -265,7 +265,7 @@ def closed(raw: socket.socket) -> bool:
         return True
 
 
-def test_who_never_reads_is_not_waited_for(llm: LLM) -> None:
+def test_a_client_that_never_reads_is_not_waited_for(llm: LLM) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": True, "logprobs": 20}).encode()
     asking = head("POST /v1/completions", {"content-type": "application/json", "content-length": str(len(body))}) + body
     limits = Limits(connections=1, unread_seconds=0.2, idle_seconds=10 * PATIENCE_SECONDS)
@@ -337,7 +337,7 @@ def test_where_the_end_of_a_body_is_unclear_nothing_behind_it_is_answered(
     assert len(told) == 1 and told[0].startswith(b"400 ") and b"connection: close" in told[0].lower()
 
 
-def test_who_sends_two_lengths_is_told_what_to_send(server: Served) -> None:
+def test_a_request_with_two_lengths_is_told_what_to_send(server: Served) -> None:
     lengths = {"content-length": "0", "transfer-encoding": "chunked"}
     [told] = answers_of_connection(server, head("GET /health", lengths) + b"0\r\n\r\n" + BEHIND)
     assert b'"code":"unclear_body_length"' in told and b"send Content-Length alone" in told

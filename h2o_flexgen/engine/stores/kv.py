@@ -6,7 +6,8 @@ disk, it lies token by token, so that held slots are one range from the start an
 
 Where the host attends beside a device, images are in the CPU's form, and scores lie in host memory too. A device then works
 with prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty slots are zero there. It
-goes part by part while the next part is computed (`host_attention_exchange`), or, where rows join others or texts go on, at once.
+goes part by part while the next part is computed (`host_attention_exchange`). Where rows join others or texts go on, it goes at
+once.
 """
 
 from __future__ import annotations
