@@ -27,6 +27,9 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
 from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from h2o_flexgen.checkpoints.model_places import held_out_prose
 from h2o_flexgen.core.environment import default_offload_folder

@@ -21,6 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
 from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
