@@ -146,6 +146,15 @@ def test_tokens_and_logits_equal_the_resident_loop(
     hold_contract(Case(lengths=TEXTS, gen_len=6, **values), checkpoints, offload)
 
 
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa"])
+def test_the_host_gets_the_worth_that_every_head_says_of_a_token(
+    kind: str, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """Heads of several levels say it, and all of it crosses together."""
+    kept_at_home: dict[str, Any] = {"percent": (100, 0, 0, 100, 100, 0), "attend_on": HOST, "device": "pretended"}
+    hold_contract(Case(kind, lengths=TEXTS, gen_len=6, policy=BY_HEAD[5], **kept_at_home), checkpoints, offload)
+
+
 RUNNING = {
     "kind": ("opt", "llama-gqa"),
     "percent": (stream.MIXES[1], stream.MIXES[3]),

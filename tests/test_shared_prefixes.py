@@ -17,6 +17,7 @@ from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.planning.cost import Cost, by_lane
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit
@@ -156,6 +157,19 @@ def test_a_prefix_is_computed_once_for_all_rows_with_a_seat(checkpoints: Checkpo
     spared = sum(shared.tokens for place in range(len(OWN)) if (shared := groups.of(place)) is not None)
     read = sum(map(len, case.prompts)) - spared + sum(groups.lengths)
     assert ticks[-1].prompt_tokens == read and spared > 2 * sum(groups.lengths)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-oss-far"])
+def test_what_the_host_attends_behind_a_prefix_moves_as_many_bytes_as_predicted(
+    kind: str, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    case = SharedCase(kind, (100, 0, 0, 100, 100, 0), gpu_batch_size=2, device="pretended", attend_on=HOST)
+    with case.open(checkpoints, offload) as llm:
+        streamed(llm, case.requests)
+        assert llm.stats is not None
+        (run,) = llm.stats.blocks
+    foreseen = by_lane(Cost(run.planned).op_bytes())
+    assert run.planned.block.batches[0].longest_prefix and run.moved_bytes["attend"] == foreseen["attend"] > 0
 
 
 def sampled(case: SharedCase) -> list[Request]:

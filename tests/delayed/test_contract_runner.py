@@ -90,7 +90,7 @@ def test_each_result_is_a_short_line(found: tuple[Path, Any, list[str]]) -> None
 def test_what_hangs_is_ended_and_the_next_plan_goes_on(tmp_path: Path) -> None:
     if not IS_POSSIBLE:
         pytest.skip("this torch takes no device that is written in Python")
-    documents, _ = tried(tmp_path / "results.jsonl", [HANGS], "--seconds", "60", "--plan-seconds", "1")
+    documents, _ = tried(tmp_path / "results.jsonl", [HANGS], "--seconds", "60", "--plan-seconds", "0.5")
     (document,) = documents
     assert all(told.startswith("timeout in A") for told in document["verdicts"].values()) and not document["sound"]
     assert {HANGS, *EXPECTED} == set(FAULTS)

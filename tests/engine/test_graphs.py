@@ -21,6 +21,7 @@ from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, graph_bytes, graph_count
 from h2o_flexgen.sampling.params import SamplingParams
+from tests import test_stream as stream
 from tests.helpers.contract import (
     BY_HEAD,
     POLICIES,
@@ -167,6 +168,14 @@ def test_rows_that_come_and_go_have_the_tokens_of_rows_alone(any_device: str, ch
         requests = [Request(prompt, SamplingParams(max_tokens=12)) for prompt in case.prompts]
         done = list(llm.generate_stream(requests))
     assert [list(each.token_ids) for each in sorted(done, key=lambda each: each.index)] == expected
+
+
+def test_rows_that_come_and_go_take_new_graphs_where_they_begin_to_evict(
+    any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    lengths, policy = (5, 4, 3, 5, 4, 6), (("kv_policy", "h2o"), ("heavy", 6), ("recent", 5))
+    case = Case("llama-gqa", RESIDENT, lengths, device=any_device, policy=policy)
+    stream.hold_contract(case, (16,) * len(lengths), checkpoints, offload)
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")

@@ -59,7 +59,10 @@ def test_a_run_moves_the_bytes_that_are_predicted_lane_by_lane(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("kind", "policy"), [("gpt-oss", POLICIES[0]), ("gpt-oss", POLICIES[1]), ("llama-gqa", POLICIES[3])])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [("gpt-oss", POLICIES[0]), ("gpt-oss", POLICIES[1]), ("llama-gqa", POLICIES[3]), ("llama-gqa", POLICIES[16])],
+)
 def test_what_the_host_attends_moves_questions_answers_and_prompts(
     kind: str,
     policy: tuple[tuple[str, object], ...],
