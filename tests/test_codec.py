@@ -28,7 +28,7 @@ CASES = {name: choices for name, choices in CHOICES.items() if name not in LEFT_
     "kind": ("opt", "llama-gqa", "neox-parallel"),
     "percent": ON_DISK + IN_MEMORY,
     "lengths": (RAGGED, EQUAL),
-    "policy": (POLICIES[0], POLICIES[1], POLICIES[3]),  # whoever keeps KV knows nothing of how weights are stored
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[3]),  # what keeps KV knows nothing of how weights are stored
 }
 
 

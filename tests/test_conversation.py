@@ -253,7 +253,7 @@ def test_one_thing_at_a_time(checkpoints: Checkpoints, offload: Path) -> None:
         with pytest.raises(ValueError, match="this conversation is closed"):
             talk.reply([1])
         assert llm.generate([[1, 2]], GREEDY) == before
-        llm.converse()  # whoever closes the model closes it
+        llm.converse()  # closing the model closes it
 
 
 def test_a_reply_that_broke_has_to_be_reset(checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def in_pool(method, work):
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    assert in_pool("fork", new)[1:] == (2, []), "nobody has computed yet: nothing is lost"
+    assert in_pool("fork", new)[1:] == (2, []), "nothing was computed yet, and nothing is lost"
     with made() as LIVING, made() as other:
         expected = tokens(LIVING)
         with other.converse() as TALK:

@@ -100,7 +100,7 @@ def of_eviction(decisions: list[Decision], evict: Callable[..., Tensor]) -> Call
         target = evict(image, notes, *rest)
         ranks = weighed(notes.scores, notes.worth)
         made_of = noted.positions.float() if ranks is None else ranks.clone()  # in layers with a window the oldest goes
-        decisions.append(Decision("who goes", made_of, target.clone(), twin))
+        decisions.append(Decision("what goes", made_of, target.clone(), twin))
         return target
 
     return evicting
@@ -112,7 +112,7 @@ def of_prompt(decisions: list[Decision], best: Callable[..., Tensor]) -> Callabl
     def choosing(self: SlotScores, now: KVStep, positions: Tensor, exists: Tensor, *known: Tensor | None) -> Tensor:
         made_of = self._rank(positions, *known).masked_fill(~exists, 0.0)
         chosen = best(self, now, positions, exists, *known)
-        decisions.append(Decision("who is kept of a prompt", made_of, chosen.clone(), chosen.clone()))
+        decisions.append(Decision("what is kept of a prompt", made_of, chosen.clone(), chosen.clone()))
         return chosen
 
     return choosing
@@ -203,7 +203,7 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> str | None:
     one, other = parted
     assert one.is_as_made_as(other), f"seed {seed}: {one.what} was made of other values. Case({case})"
     for each in parted:
-        assert torch.equal(each.outcome, each.by_the_twin), f"seed {seed}: {one.what} depends on who decides. Case({case})"
+        assert torch.equal(each.outcome, each.by_the_twin), f"seed {seed}: {one.what} depends on which decides. Case({case})"
     return f"{one.what}, {'the same' if tokens == twin_tokens else 'other'} tokens"
 
 

@@ -111,7 +111,7 @@ def test_random_weights_tell_how_many_are_written_and_then_that_the_rest_is_load
     once = [Stage.LOADING, *[Stage.WRITING] * writing, Stage.LOADING, Stage.GENERATING]
     assert writing > 3 and stages == [*once, Stage.GENERATING]
     assert all((total > 0) == (stage is Stage.WRITING) for stage, _, total in told)
-    assert opened == [(Stage.GENERATING, 0, 0)], "who listens to one call hears the others no more"
+    assert opened == [(Stage.GENERATING, 0, 0)], "a listener of one call hears the others no more"
 
 
 def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:

@@ -73,7 +73,7 @@ def test_products_count_for_the_tokens_that_come_to_them() -> None:
     parts = Pricing(
         BlockPlan.of(spec, Plan(gpu_batch_size=2), block, Site()), replace(MACHINE, values_per_s=5.0)
     ).compute_parts(Key(Op.COMPUTE, 0, LAYER, 0))
-    asked = 1 - 0.5**8  # of the experts; those that nobody asks for make those of the others a little wider
+    asked = 1 - 0.5**8  # of the experts; those that no token asks for make those of the others a little wider
     rate = MACHINE.flop_rate("float32", 4 / asked)
     assert parts["products"] == pytest.approx(2 * router * 8 / 3 + 2 * (4 * ffn * width) * 4 / rate)
     assert parts["values"] == pytest.approx(8 * (2 + width + 2 * (ffn + width)) / 5) and parts["attention"] == 0.0

@@ -304,7 +304,7 @@ def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Pat
     assert len(gone) == 2 and not alive
     status, words = (130, "interrupted") if way == "interrupt" else (-signal.SIGKILL, "")
     assert process.returncode == status and words in err and "Traceback" not in err, err
-    if way == "kill":  # nobody is left who could remove it
+    if way == "kill":  # nothing is left that could remove it
         for folder in (*offload.glob("*"), offload, offload.parent):
             folder.rmdir()
 

@@ -757,7 +757,7 @@ def test_a_machine_that_is_not_there_is_told_of_before_a_model_is_opened(
 def test_a_run_on_another_kind_of_device_than_the_machine_is_refused_before_anything_is_loaded(
     opt: Path, capfd: Any, monkeypatch: Any
 ) -> None:
-    """Also where nobody names the device, and it is this one's."""
+    """Also where the device is not named, and it is this one's."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     status = run.main(["--model", str(opt), *SMALL, *DISK_HEAVY, "--machine", "t4-gcp"])
     out, err = capfd.readouterr()

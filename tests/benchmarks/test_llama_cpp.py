@@ -83,7 +83,7 @@ def test_programs_are_found_where_people_have_them(tmp_path: Path, monkeypatch: 
     assert programs_in(str(built), AVX2) == built
     monkeypatch.setenv("PATH", str(built))
     assert programs_in(None, NATIVE) == built
-    assert programs_in(None, AVX2) is None  # nobody knows what those on PATH were compiled for
+    assert programs_in(None, AVX2) is None  # it is not known what those on PATH were compiled for
 
 
 def test_sources_are_compiled_once_for_each_kind_of_processor(sources: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_file_of_random_blocks_is_read_as_the_model_that_it_is_named_after(
     assert moe.spec_in(file, moe.DTYPE).weight_bytes == pytest.approx(file.stat().st_size, rel=0.1)
     packed = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.tensor_type in random_gguf.SCALES]
     drawn = np.concatenate([gguf.dequantize(tensor.data, tensor.tensor_type).flatten() for tensor in packed])
-    assert abs(drawn.mean()) < drawn.std() / 20, "what all tokens have in common would decide who their experts are"
+    assert abs(drawn.mean()) < drawn.std() / 20, "what all tokens have in common would decide which their experts are"
     found = load_config(str(file))
     assert (found.model_type, found.num_experts_per_tok) == (model_type, config.num_experts_per_tok)
     with LLM(file, tokenizer="bytes", dtype="float32", device="cpu", offload_dir=tmp_path / "offload") as llm:

@@ -203,7 +203,7 @@ def test_where_progress_is_shown_the_line_of_a_damaged_copy_stays_and_the_listen
         llm.generate(PROMPTS, PARAMS, on_stage=lambda stage, *_: home.stages.append(stage))
         assert home.stages == [Stage.LOADING, Stage.GENERATING] and told == []
         llm.converse().close()
-        assert told == [Stage.GENERATING], "who listened to the call before hears nothing any more"
+        assert told == [Stage.GENERATING], "a listener of the call before hears nothing any more"
 
 
 def test_a_copy_whose_source_is_gone_is_left_and_both_are_named(home: Home) -> None:
@@ -335,7 +335,7 @@ def test_a_copy_that_a_disk_fails_to_read_is_made_again(
 
 
 def test_weights_of_the_user_are_not_checked(home: Home) -> None:
-    """Nobody knows what was written to them."""
+    """What was written to them is not known."""
     checkpoint = open_checkpoint(home.model(safe=True))
     stored: list[StoredTensor] = [*checkpoint._tensors.values()]
     assert stored and all(one.check is None for one in stored)

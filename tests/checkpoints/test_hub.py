@@ -46,13 +46,13 @@ def failing(name: str) -> str:
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Hub([], error=AssertionError("nobody should ask the hub")).install(monkeypatch)
+    Hub([], error=AssertionError("nothing should ask the hub")).install(monkeypatch)
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./opt", "~nobody-here/opt", "a/b/c", ""])
 def test_a_path_that_is_not_there_never_goes_to_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Hub([], error=AssertionError("nobody should ask the hub")).install(monkeypatch)
+    Hub([], error=AssertionError("nothing should ask the hub")).install(monkeypatch)
     assert repr(name) in failing(name)
 
 

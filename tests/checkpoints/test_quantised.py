@@ -348,7 +348,7 @@ def test_tensors_that_contradict_each_other_are_refused_by_name(
 
 
 def test_more_inputs_than_a_model_has_are_refused_before_they_are_read(tmp_path: Path) -> None:
-    """A file with holes is as long as anybody likes."""
+    """A file with holes is as long as one likes."""
     saved("gptq", tmp_path)
     tensors = {tensor.name: tensor for tensor in read_header(tmp_path / "model.safetensors")}
     inputs = MOST_WIDTH + 32

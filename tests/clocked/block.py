@@ -55,7 +55,7 @@ class Block:
         (self._writes if writes else self._reads)[Range(start, end, now.actor)] = now
 
     def _forget(self, kind: dict[Range, Moment], start: int, end: int, clock: Clock) -> None:
-        """Whoever is ordered behind this access is ordered behind those that it covers and is behind."""
+        """What is ordered behind this access is ordered behind those that it covers and is behind."""
         covered = [
             place for place, moment in kind.items() if place.lies_in(start, end) and clock.knows(moment.actor, moment.time)
         ]

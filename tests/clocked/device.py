@@ -26,8 +26,8 @@ from tests.helpers.taped import taped
 
 
 class ClockedPoint:
-    """An event of a stream. It is passed when somebody has waited for it, and not before: luck proves nothing. Where streams
-    are quick, it is passed whenever somebody asks."""
+    """An event of a stream. It is passed when something has waited for it, and not before: luck proves nothing. Where streams
+    are quick, it is passed whenever it is asked for."""
 
     def __init__(self, is_timed: bool) -> None:
         self._is_timed = is_timed

@@ -44,7 +44,7 @@ PLANS = {
     "kv_codec": (PLAIN, "group4"),
     "attend_on": (DEVICE, HOST),
     "held": ((), HELD),
-    "streams_are_quick": (False, True),  # tasks are over when somebody asks, and are forgotten then
+    "streams_are_quick": (False, True),  # tasks are over when they are asked, and are forgotten then
 }
 
 

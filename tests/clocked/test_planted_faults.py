@@ -228,7 +228,7 @@ def one_place_for_all_parts() -> AbstractContextManager[object]:
 
 
 def gathered_on_a_stream_of_its_own() -> AbstractContextManager[object]:
-    """Nobody waits for the stream on which changed slots are gathered."""
+    """Nothing waits for the stream on which changed slots are gathered."""
     gather = kv.gather_slots
 
     def elsewhere(image: Tensor, slots: Tensor, out: Tensor) -> None:

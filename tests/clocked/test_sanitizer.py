@@ -40,7 +40,7 @@ def on_the_clocked_device() -> Place:
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Nobody tells the sanitizer what a query has found."""
+    """Nothing tells the sanitizer what a query has found."""
     with patch.object(EventMarker, "query", lambda marker: marker.event.query()):
         yield
 

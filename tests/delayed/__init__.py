@@ -1,1 +1,1 @@
-"""A GPU whose lanes are late at random, so that whoever does not wait is early by milliseconds."""
+"""A GPU whose lanes are late at random, so that what does not wait is early by milliseconds."""

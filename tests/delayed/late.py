@@ -1,4 +1,4 @@
-"""A pretended accelerator on a CPU whose lanes are late: what they are asked to copy or to fill waits until somebody waits for
+"""A pretended accelerator on a CPU whose lanes are late: what they are asked to copy or to fill waits until something waits for
 them."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Streams:
 
 
 class _Point:
-    """An event of a stream: whoever waits for it makes the stream catch up."""
+    """An event of a stream: what waits for it makes the stream catch up."""
 
     def __init__(self, streams: _Streams) -> None:
         self._streams, self.stream = streams, ""

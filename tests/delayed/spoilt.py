@@ -1,4 +1,4 @@
-"""Buffers that are spoilt behind their last reader, in the stream of that reader: whoever is early reads what nobody wrote.
+"""Buffers that are spoilt behind their last reader, in the stream of that reader: what is early reads what was never written.
 
 Weights and hidden states are filled with NaN, also where states wait for another device. KV is filled with a wrong number:
 slots that hold nothing are masked, and 0 times NaN is NaN.

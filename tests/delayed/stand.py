@@ -141,7 +141,7 @@ def _watched_by(watch: StreamSanitizer, way: Way) -> Iterator[None]:
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Nobody tells the sanitizer what a query has found."""
+    """Nothing tells the sanitizer what a query has found."""
     with patch.object(EventMarker, "query", lambda marker: bool(marker.event.query())):
         yield
 

@@ -20,7 +20,7 @@ from tests.test_contract import MANY, MIXES
 
 
 class Noting(TorchDispatchMode):
-    """In the place of torch's sanitizer: notes who launched what."""
+    """In the place of torch's sanitizer: notes which code launched what."""
 
     def __init__(self, threads: set[str]) -> None:
         super().__init__()

@@ -138,7 +138,7 @@ def test_when_all_rows_have_ended_the_run_ends(
     if schedule != "row_by_row":  # there a batch that has ended is passed over step by step until the next one's turn
         assert max(span.key.step for span in trace.spans if span.key.op is Op.COMPUTE) <= 3
     read = sum(span.bytes for span in trace.spans if span.key.op is Op.READ_W and span.key.step > 3)
-    assert read == 0, "weights were read for nobody"
+    assert read == 0, "weights were read for no row"
 
 
 def test_a_batch_that_has_ended_moves_nothing_while_others_go_on(

@@ -500,7 +500,7 @@ def test_an_event_is_used_again_once_nothing_holds_its_marker() -> None:
     assert list(spare) == [event]
 
 
-def test_a_latch_lets_all_pass_once_it_is_set_however_often_and_by_whom() -> None:
+def test_a_latch_lets_all_pass_once_it_is_set_however_often_and_by_which_thread() -> None:
     latch, passed = Latch(), list[int]()
     threads = [threading.Thread(target=lambda: (latch.wait(), passed.append(1))) for _ in range(8)]
     setters = [threading.Thread(target=latch.set) for _ in range(4)]

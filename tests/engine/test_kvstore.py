@@ -35,7 +35,7 @@ LENGTHS, STEPS = ([5, 2, 4], [3, 3], [1]), 5
 
 @dataclass
 class Rows:
-    """Stands in for BatchRows: who is alive, and who moved where."""
+    """Stands in for BatchRows: which rows are alive, and which moved where."""
 
     batch: Batch
     step: int = 0

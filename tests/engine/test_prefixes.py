@@ -1,4 +1,4 @@
-"""The store of shared prefixes: who is kept, and where, in a region that is never larger than was said."""
+"""The store of shared prefixes: which are kept, and where, in a region that is never larger than was said."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchRows: what is computed next for the rows of a batch, and who takes the places of those that have ended."""
+"""BatchRows: what is computed next for the rows of a batch, and which rows take the places of those that have ended."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_living_rows_from_behind_take_the_places_of_those_that_have_ended() -> N
     assert rows.parts[0].tokens.tolist() == [[24], [22]] and rows.parts[0].now.counts.tolist() == [1, 2]
     assert [state.finished for state in states] == [True, False, True, False]
     assert rows.advance(logits_for([25, 26]), Sampler(0), step=1) == 2
-    assert rows.places_before == [0, 1] and rows.generation == 1, "nobody has ended, nobody moves"
+    assert rows.places_before == [0, 1] and rows.generation == 1, "no row has ended, and none moves"
     assert states[3].token_ids == [24, 25] and states[1].token_ids == [22, 26]
 
 

@@ -266,7 +266,9 @@ def test_a_block_that_is_smaller_than_the_plan_is_halved_itself(
     assert [(shrink.tried, shrink.size) for shrink in told] == [((3, 1), (1, 1))]
 
 
-def test_who_listens_to_nothing_is_warned(checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_listens_to_nothing_is_warned(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail_to_allocate(monkeypatch, most_rows=4, error=lambda: MemoryError("no room"))
     with case_of().open(checkpoints, offload) as llm:
         message = r"ran out on host in a block of 4 x 2 rows: going on with 2 x 2 \(no room\)"
@@ -316,7 +318,7 @@ def test_any_other_error_stays_one(
     assert told == []
 
 
-def test_who_measures_a_block_may_forbid_smaller_ones(
+def test_a_benchmark_of_a_block_may_forbid_smaller_ones(
     checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_at(monkeypatch, Op.COMPUTE, step=1, most_rows=4)

@@ -1,4 +1,4 @@
-"""Waiting: who takes a free seat, and when."""
+"""Waiting: which row takes a free seat, and when."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_a_batch_with_an_empty_queue_takes_what_fits_from_others() -> None:
     assert places(waiting.take(1, [])) == [4]
 
 
-def test_seats_of_a_small_class_never_take_who_needs_more() -> None:
+def test_seats_of_a_small_class_never_take_rows_that_need_more() -> None:
     waiting, _, _ = waiting_for([SeatNeed(10, 30)] * 2 + [SeatNeed(10, 10)] * 6, 1, 2)
     assert [places(waiting.take(1, [])) for _ in range(6)] == [[2], [3], [4], [5], [6], [7]]
     assert len(waiting) == 2 and waiting.take(1, []) == []
 
 
-def test_all_who_have_not_ended_begin_anew_in_other_blocks() -> None:
+def test_all_rows_that_have_not_ended_begin_anew_in_other_blocks() -> None:
     waiting, planned, made = waiting_for([SeatNeed(3, 2)] * 5, 3, 1)
     first, second, third = waiting.take(0, [])
     for row in (first, second, third):
@@ -117,7 +117,7 @@ def test_whoever_shares_a_prefix_waits_until_there_is_room_for_that() -> None:
     assert places(waiting.take(0, [])) == [1]
 
 
-def test_nobody_is_lost_where_memory_runs_out_while_rows_are_made() -> None:
+def test_no_row_is_lost_where_memory_runs_out_while_rows_are_made() -> None:
     waiting, planned, made = waiting_for([SeatNeed(3, 2)] * 5, 3, 1)
     make = waiting._make
 

@@ -42,7 +42,7 @@ def hf_model(tiny_llama: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="eager").float().eval()
 
 
-class Nobody:
+class NoListener:
     """Listens to an evaluation; counts the tokens that are done."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def figures(bound: Bound, model: Path, folder: Path, *settings: Setting, **optio
         return LLM(str(model), plan=plan, dtype="float32", device="cpu", offload_dir=folder)
 
     evaluation = Evaluation({}, settings, {"task": bound}, Plan(**{"gpu_batch_size": 3, **options}), Cells())
-    listener, total = Nobody(), evaluation.num_tokens
+    listener, total = NoListener(), evaluation.num_tokens
     evaluation.run(opened, folder, listener)
     assert listener.done == total and evaluation.num_missing == 0
     cells = [evaluation.find("task", setting) for setting in settings]
@@ -246,7 +246,7 @@ def test_an_answer_is_right_if_greedy_decoding_says_it(
 def test_accuracy_is_told_by_task_length_and_depth(llm: LLM, text: Text, tiny_llama: Path, tmp_path: Path) -> None:
     bound = bound_recall(llm, text)
     evaluation = Evaluation({}, (Setting("full", BudgetShare(100)),), {"recall": bound}, Plan(), Cells())
-    evaluation.run(lambda plan: LLM(str(tiny_llama), plan=plan, device="cpu"), tmp_path, Nobody())
+    evaluation.run(lambda plan: LLM(str(tiny_llama), plan=plan, device="cpu"), tmp_path, NoListener())
     cell = evaluation.find("recall", evaluation.settings[0])
     assert cell is not None
     of_hidden = [figure for figure in cell.figures if figure.panel == "hidden questions"]

@@ -1,4 +1,4 @@
-"""A process that says who it is, and does nothing until it is ended."""
+"""A process that says its number, and does nothing until it is ended."""
 
 from __future__ import annotations
 

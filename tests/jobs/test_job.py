@@ -49,7 +49,7 @@ def test_a_job_of_what_is_left_keeps_the_numbers(tmp_path: Path) -> None:
     assert job.sizes[0].gen_len == 32 and POSITIONS > 35
 
 
-def test_what_requests_share_does_not_depend_on_who_is_done(tmp_path: Path) -> None:
+def test_what_requests_share_does_not_depend_on_which_are_done(tmp_path: Path) -> None:
     header = [*range(1, 41)]
     lines = [{"prompt": [*header, 50 + n, 60 + n], "n": 2 - n % 2, "temperature": 1, "max_tokens": 2} for n in range(4)]
     index = checked(tmp_path, *lines, {"prompt": [90] * 45, "max_tokens": 2}, {"prompt": [91], "max_tokens": 2}).index

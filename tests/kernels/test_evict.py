@@ -1,4 +1,4 @@
-"""Scores, who goes, and what moves with the newest token: C and torch have them as a plain loop does, whatever ranks."""
+"""Scores, which slot goes, and what moves with the newest token: C and torch have them as a plain loop does, whatever ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Given(NamedTuple):
         held = torch.randint(1, slots + 1, (rows,), generator=draw)
         scores, got = (torch.randint(0, kinds, shape, generator=draw) / 7 for kinds in (4, 6))
         worth = torch.randint(1 if "scores" in noted else -2, 5, shape, generator=draw) / 3
-        scores[..., ::2], got[..., ::2] = 0.0, 0.0  # nobody attends to these
+        scores[..., ::2], got[..., ::2] = 0.0, 0.0  # nothing attends to these
         start, end = (torch.full((rows, 1, 1), bound) for bound in (2, 2 * slots - 2))
         return cls(
             torch.randn(2, *shape, 3, generator=draw),

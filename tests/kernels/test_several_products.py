@@ -66,7 +66,7 @@ def test_they_are_those_of_one_after_the_other(variant: str, form: str, dtype: t
             assert found.dtype == dtype and torch.equal(found, torch.cat(expected)), product
 
 
-def test_who_does_several_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_several_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def counted(function: object) -> object:

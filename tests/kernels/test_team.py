@@ -1,4 +1,4 @@
-"""The team of threads of kernels in C: who takes which part of a work, and who waits for whom."""
+"""The team of threads of kernels in C: which takes which part of a work, and which waits for which."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_member_that_is_slow_gets_few_parts_and_the_others_do_the_rest() -> No
     assert all(member != by[0] for number, member in by.items() if number)
 
 
-def test_who_finds_the_team_at_work_computes_alone() -> None:
-    """Nobody waits for a helper that has begun nothing of its work: here all of them are held."""
+def test_a_caller_that_finds_the_team_at_work_computes_alone() -> None:
+    """Nothing waits for a helper that has begun nothing of its work: here all of them are held."""
     held, over, members = threading.Barrier(3), threading.Event(), set[int]()
 
     def hold(number: int, member: int) -> None:

@@ -31,7 +31,7 @@ def used(variant: str) -> Iterator[None]:
 
 @contextmanager
 def without(function: str) -> Iterator[None]:
-    """Whoever asks for this function of kernels/functions.py fails."""
+    """What asks for this function of kernels/functions.py fails."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FUNCTIONS, function, never)
         yield

@@ -28,7 +28,7 @@ Text = tuple[Tensor, Tensor, Tensor]  # q, k and v
 
 
 def fresh_image(rows: int, kv_heads: int, slots: int, by_token: bool, dtype: torch.dtype = torch.float32) -> Tensor:
-    """As bad as memory can be: NaN wherever nobody wrote."""
+    """As bad as memory can be: NaN wherever nothing was written."""
     if by_token:
         return torch.full((slots, 2, rows, kv_heads, DIM), torch.nan, dtype=dtype).permute(1, 2, 3, 0, 4)
     return torch.full((2, rows, kv_heads, slots, DIM), torch.nan, dtype=dtype)
@@ -91,7 +91,7 @@ def test_every_token_attends_to_its_own_text_and_nothing_else(kv_heads: int, by_
 
 
 class Growing:
-    """A rotation that anybody can follow: pairs become larger with their position."""
+    """A rotation that is easy to follow: pairs become larger with their position."""
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> RotationAngles:
         factor = (1 + positions[:, :, None, None]).to(dtype).expand(-1, -1, -1, DIM // 2)

@@ -28,7 +28,7 @@ from tests.profiling.profiles import TINY
 
 
 class PretendedGraph:
-    """A graph in memory that is there as long as one of its graphs is, and that nobody can come back to."""
+    """A graph in memory that is there as long as one of its graphs is, and that nothing can come back to."""
 
     def __init__(self, used: Counter[int], left: Counter[int]) -> None:
         """Graphs of each memory: all that there were, and those that are left."""
@@ -201,7 +201,7 @@ def test_graphs_share_memory_while_there_is_one_of_them(cuda: PretendedTorch) ->
     assert dict(cuda.graphs_used) == {1: 3, 2: 3, 3: 1, 4: 1} and not any(cuda.graphs_left.values())
 
 
-def test_memory_is_kept_in_segments_unless_somebody_says_otherwise(
+def test_memory_is_kept_in_segments_unless_the_environment_says_otherwise(
     cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices.sys, "platform", "linux")

@@ -199,7 +199,7 @@ def test_where_direct_reads_stop_short_of_a_page_the_page_cache_gives_the_rest(
     preadv, reads = os.preadv, []
 
     def never_past(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        """Of a direct read no byte behind 10,000 comes; and whoever reads directly must read whole pages."""
+        """Of a direct read no byte behind 10,000 comes; and a direct read must be of whole pages."""
         is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
         reads.append((is_direct, offset))
         if not is_direct:
@@ -564,7 +564,7 @@ def test_two_that_made_the_same_folder_leave_none(order: tuple[int, int], tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_nobody_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ValueError, match=rf"offload folder {tmp_path} cannot be written \(Permission denied\); give another"):
         OffloadFolder(tmp_path)

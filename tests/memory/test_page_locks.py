@@ -62,7 +62,7 @@ def test_what_is_freed_stays_locked_for_the_next_and_what_is_trimmed_does_not(
     assert cudart.locked == {kept_region.data_ptr(): 8192}
     tier.close()
     assert cudart.locked == {}
-    assert int(freed.sum()) == 0, "whoever still looks at it may"
+    assert int(freed.sum()) == 0, "what still looks at it may"
 
 
 @pytest.mark.parametrize("seen_as", [lambda region: region, lambda region: region[:100], lambda region: region.numpy()])

@@ -31,7 +31,7 @@ for nbytes in extra:
     child = os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes,) * 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (120, 120))  # who goes round in circles is ended
+        resource.setrlimit(resource.RLIMIT_CPU, (120, 120))  # what goes round in circles is ended
         os._exit(run.main(argv))
     print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """

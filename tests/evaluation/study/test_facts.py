@@ -1,4 +1,4 @@
-"""A study of facts: where the fact stands, who looks at it, who still holds it, and how policies rank it."""
+"""A study of facts: where the fact stands, which heads look at it, which still hold it, and how policies rank it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_fact_stands_in_its_context_as_it_is_asked_for() -> None:
     assert [text.kind for text in visible] == ["passkey", "lookup"]
 
 
-def test_who_finds_the_fact_holds_it_or_has_lost_it(studied: FactsStudy) -> None:
+def test_a_reader_that_finds_the_fact_holds_it_or_has_lost_it(studied: FactsStudy) -> None:
     assert {layer for layer, _ in studied.finders[:2]} == {1} and studied.looked[1].min() > 0.3
     assert all(studied.looked[head] >= 0.01 for head in studied.finders) and len(studied.finders) < studied.looked.size
     assert studied.held["local"].max() == 0 and studied.reached["local"] == 0, "a window has left the fact behind"

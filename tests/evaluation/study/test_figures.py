@@ -33,7 +33,7 @@ def test_around_a_power_law_its_exponent_is_found_and_the_rest_is_seen() -> None
     assert fit_power_law(np.exp(-0.1 * ranks[:200])).r_squared < 0.8  # another law than this
 
 
-def test_who_got_nothing_is_left_out_of_a_fit() -> None:
+def test_tokens_that_got_nothing_are_left_out_of_a_fit() -> None:
     scores = np.concatenate((np.arange(1, 50) ** -1.5, np.zeros(20)))
     assert fit_power_law(scores).exponent == pytest.approx(1.5)
     with pytest.raises(ValueError, match="2 tokens got any attention, and a power law needs 3; give a longer text"):

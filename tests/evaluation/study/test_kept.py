@@ -1,4 +1,4 @@
-"""Whom a study says that a policy keeps: those of the definition, and those that the real loop over all layers keeps."""
+"""What a study says that a policy keeps: the tokens of the definition, and those that the real loop over all layers keeps."""
 
 from __future__ import annotations
 

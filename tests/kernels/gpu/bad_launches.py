@@ -1,4 +1,4 @@
-"""Launches of kernels that break limits, so that it is seen whether anybody would notice."""
+"""Launches of kernels that break limits, so that it is seen whether a test would notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots in Triton are those of torch, bit for bit: who goes, what moves, what is rotated and appended."""
+"""Slots in Triton are those of torch, bit for bit: which goes, what moves, what is rotated and appended."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
     got = torch.randint(0, 5, shape, generator=draw) / 9 if has_scores else None
     if scores is not None and got is not None:
         scores[0, 0, 0], scores[-1, -1, 0], got[0, 0, -1] = torch.nan, torch.inf, torch.nan
-    if by == "weighed" and scores is not None and got is not None:  # many to whom nobody attends
+    if by == "weighed" and scores is not None and got is not None:  # many that nothing attends to
         scores[..., ::2], got[..., ::2] = 0.0, 0.0
     lowest = 1 if by == "weighed" else -2
     worth = torch.randint(lowest, 5, shape, generator=draw) / 3 if by in ("weighed", "worth") else None

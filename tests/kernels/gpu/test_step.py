@@ -118,7 +118,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kept", "format", "dtype", "cap"), CASES)
-def test_steps_keep_whom_torch_keeps_and_are_these_launches(
+def test_steps_keep_what_torch_keeps_and_are_these_launches(
     kept: str, format: str, dtype: torch.dtype, cap: float | None, gpu: torch.device
 ) -> None:
     with kernels_of(TRITON):
