@@ -50,7 +50,7 @@ from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.head_budgets import OWN
+from h2o_flexgen.policies.head_budgets import EQUAL, OWN
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.sampling.params import SamplingParams
@@ -58,7 +58,6 @@ from h2o_flexgen.session.open_request import head_budgets_of, probe_of
 from h2o_flexgen.text.given_prompts import made_up_prompts
 
 FULL = 1.0
-EQUAL = "equal"
 AIM = 3.0  # times the tokens per second at 20 %
 MOST_ROWS = 4096
 QUALITY_COLUMNS = ("rows", "tokens/s", "decode tokens/s", "decode of ceiling", "recall visible", "recall hidden")
@@ -80,14 +79,14 @@ class Variant:
         return Full.name if self.kept == FULL else f"{self.policy} {self.kept:.0%}{shared}"
 
     def options(self) -> dict[str, object]:
-        heads = {} if self.heads == EQUAL else {"head_budgets": self.heads}
         probe = {} if self.probe is None else {"probe": self.probe}
-        return {} if self.kept == FULL else {"kv_policy": self.policy, "kv_budget": self.kept, **heads, **probe}
+        kept = {"kv_policy": self.policy, "kv_budget": self.kept, "head_budgets": self.heads, **probe}
+        return {} if self.kept == FULL else kept
 
     def asked(self, args: argparse.Namespace) -> Asked:
-        heads = None if self.heads == EQUAL else head_budgets_of(self.heads, args.model).checksum
+        heads = head_budgets_of(self.heads, args.model)
         probe = None if self.probe is None else probe_of(self.probe, args.model).checksum
-        return Asked(self.policy, f"{100 * self.kept:g} %", args.weight_codec, args.kv_codec, heads, probe)
+        return Asked(self.policy, f"{100 * self.kept:g} %", args.weight_codec, args.kv_codec, heads and heads.checksum, probe)
 
 
 def variants(args: argparse.Namespace) -> list[Variant]:

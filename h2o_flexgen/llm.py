@@ -130,7 +130,8 @@ class LLM:
         """`threads` compute on the CPU, for the whole process (default: torch's number). `trace`: the trace of a run on a GPU
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
-        the path of a file, or "own", the file beside the model. `adapter`: the folder of a LoRA that is merged, or several;
+        the path of a file, or "own", the file beside the model. Without head_budgets those that are known of the model are
+        taken; "equal" has all heads keep as much. `adapter`: the folder of a LoRA that is merged, or several;
         "=0.5" behind one is its weight. `prefix_dir`: where prefixes that requests share outlive the process. Arguments of vLLM
         and llama-cpp-python that change nothing here are accepted."""
         given = {name: value for name, value in (("model", model), ("threads", threads)) if value is not None}
@@ -138,7 +139,7 @@ class LLM:
         plan_options = {name: value for name, value in own.options.items() if name not in OF_CONSTRUCTORS}
         threads = cast("int | None", own.options.get("threads"))
         source = name_of("model", own.options.get("model"))
-        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), source)
+        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), source, dummy_weights)
         asked = asked if overlap else asked.without_overlap()
         searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
         how = dtype_called(dtype), name_of("tokenizer", tokenizer), adapters_of(adapter)

@@ -97,12 +97,17 @@ def folders_beside(model: str) -> tuple[Path, ...]:
     return tuple(filter(None, (own, *known)))
 
 
+def known_beside(model: str, file: str) -> Path | None:
+    """The file of this name that belongs to a model, if there is one."""
+    return next((folder / file for folder in folders_beside(model) if (folder / file).is_file()), None)
+
+
 def file_beside(model: str, file: str, lacking: str, flag: str) -> Path:
     """The file of this name that belongs to a model. The error says what is `lacking` without it, and which flag of `calibrate`
     writes one."""
-    folders = folders_beside(model)
-    found = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    found = known_beside(model, file)
     if found is None:
+        folders = folders_beside(model)
         places = f"in {' or '.join(map(str, folders))}" if folders else "on the hub"
         command = f"python -m h2o_flexgen.calibrate --model {model} {flag} {file}"
         raise ValueError(f"there {lacking} of {model} {places}; make the file ({command}) and name it")
@@ -189,7 +194,7 @@ def _gguf_from_hub(name: str) -> Path:
     try:
         files = _listed(place)
     except Exception as error:  # as above
-        cached = _cached_folder(place)
+        cached = cached_folder(place)
         if cached is None or not (cached / file).exists():
             raise _unreachable(name, error) from error
         return cached / file
@@ -237,14 +242,14 @@ def _patterns(files: list[str], with_weights: bool) -> list[str]:
 
 def _cached(name: str, with_weights: bool) -> Path | None:
     """What an earlier download left, or None if files that are wanted are missing."""
-    folder = _cached_folder(name)
+    folder = cached_folder(name)
     if folder is None:
         return None
     weights = any((folder / file).exists() for kind in (SAFETENSORS, TORCH) for file in (kind.single, kind.index))
     return folder if (folder / "config.json").exists() and (weights or not with_weights) else None
 
 
-def _cached_folder(name: str) -> Path | None:
+def cached_folder(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:

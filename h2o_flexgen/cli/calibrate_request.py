@@ -24,12 +24,13 @@ PROGRAM = "python -m h2o_flexgen.calibrate"
 USUAL_TOKENS, USUAL_TEXTS, MOST_TEXTS = 512, 8, 1000
 
 DESCRIPTION = """\
-Measure which share of a text each KV head of a model needs, at several budgets of the whole model, and write it to a file for
---head-budgets; or fit what says how much a token is worth, for --probe; or both. The model reads every text twice, layer by
-layer: one layer at a time is in memory, however large the model is. Without --model: the small one that travels with the
-package."""
+Measure which share of a text each KV head of a model needs, at several budgets of the whole model, and keep it in the cache,
+where every run that evicts finds it, or write it to a file for --head-budgets; or fit what says how much a token is worth, for
+--probe; or both. The model reads every text twice, layer by layer: one layer at a time is in memory, however large the model
+is. Without --model: the small one that travels with the package."""
 
 EPILOG = f"""\
+  {PROGRAM} --model facebook/opt-1.3b --text novel.txt articles.txt
   {PROGRAM} --model smollm2 --text novel.txt articles.txt {OUTPUT} {FILE}
   python -m h2o_flexgen.run --model smollm2 --kv-budget 0.2 --head-budgets {FILE}
   {PROGRAM} --model smollm2 --text novel.txt articles.txt --texts 32 --probe {PROBE_FILE}
@@ -47,6 +48,7 @@ class CalibrateRequest:
     tokens: int  # of each text that is read
     number: int  # of such texts
     output: Path | None  # of head budgets
+    keeps: bool  # head budgets in the user's cache, for runs of this model
     probe: Path | None
     picture: Path | None
     verbose: int
@@ -57,8 +59,6 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 
 def request_of(flags: Namespace) -> CalibrateRequest:
-    if flags.output is None and flags.probe is None:
-        raise ValueError(f"nothing is to be written; give {OUTPUT} FILE for head budgets, or --probe FILE")
     _check_files(flags)
     texts = tuple(map(Text.read, dict.fromkeys(flags.text))) if flags.text else (Text.held_out(),)
     if flags.texts < len(texts):
@@ -69,6 +69,7 @@ def request_of(flags: Namespace) -> CalibrateRequest:
         texts=texts,
         tokens=flags.tokens,
         number=flags.texts,
+        keeps=flags.output is None and flags.probe is None,
         output=flags.output and Path(flags.output).expanduser(),
         probe=flags.probe and Path(flags.probe).expanduser(),
         picture=flags.picture and Path(flags.picture).expanduser(),
@@ -85,7 +86,7 @@ def _check_files(flags: Namespace) -> None:
 
 
 def make_parser(program: str = PROGRAM) -> Parser:
-    usage = f"{program} [--model NAME] [--text FILE ...] {OUTPUT} {FILE} [options]"
+    usage = f"{program} [--model NAME] [--text FILE ...] [{OUTPUT} {FILE}] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
     parser.add_model()
     parser.add_tokenizer()
@@ -103,6 +104,7 @@ def _add_texts(group: Group) -> None:
 
 def _add_output(group: Group) -> None:
     own = f"the file of head budgets; as {FILE} in the model's folder it is what --head-budgets {OWN} means"
+    own = f"{own} (default without --probe: a file in the cache, which runs of this model take by themselves)"
     group.value(OUTPUT, "FILE", own)
     own = f"the file of a probe, which says how much tokens are worth; as {PROBE_FILE} it is what --probe {OWN} means elsewhere"
     group.value("--probe", "FILE", own)

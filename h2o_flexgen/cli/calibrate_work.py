@@ -9,8 +9,10 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
+from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli.calibrate_request import CalibrateRequest
+from h2o_flexgen.cli.output_files import OUTPUT
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import open_llm
 from h2o_flexgen.engine.progress import Progress
@@ -20,6 +22,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets, write_head_budgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
 from h2o_flexgen.policies.kvzap import KVzap
+from h2o_flexgen.session.open_request import ModelRequest
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 NEARLY_ALL, LITTLE = 0.9, 0.5  # of a text; of the budget
@@ -28,24 +31,34 @@ HEAD = ("budget", f"heads that keep {100 * NEARLY_ALL:g} % and more", f"less tha
 
 def work(request: CalibrateRequest) -> None:
     begun = time.perf_counter()
+    output = _kept(request.model) if request.keeps else request.output
     found, fit = _calibration(request)
     budgets = found.head_budgets
-    if request.output is not None:
-        write_head_budgets(budgets, request.output)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_head_budgets(budgets, output)
     if request.picture is not None:
         draw_heads(budgets, DEFAULT_KEPT, request.picture)
-    say(_lines(found, budgets, request.output))
+    say(_lines(found, budgets, output, request.keeps))
     document = {
         **budgets.as_json(),
         "layers": budgets.shape[0],
         "kv_heads": budgets.shape[1],
         "budgets": list(budgets.budgets),
         "spread": [found.spread(budget) for budget in budgets.budgets],
-        "output": request.output and str(request.output),
+        "output": output and str(output),
         "probe": fit and request.probe and _probe_written(fit, budgets, request.probe),
         "seconds": round(time.perf_counter() - begun, 3),
     }
     print(json.dumps(document), flush=True)
+
+
+def _kept(model: ModelRequest) -> Path:
+    """The place where every run of the model that evicts finds its head budgets. Random weights need none."""
+    place = None if model.dummy_weights else kept_file(model.source, HEAD_BUDGETS)
+    if place is None:
+        raise ValueError(f"{model.name} has no weights here that would identify it, so nothing is kept; give {OUTPUT} FILE")
+    return place
 
 
 def _probe_written(fit: ProbeFit, budgets: HeadBudgets, file: Path) -> dict[str, object]:
@@ -84,12 +97,14 @@ def _titles(texts: Sequence[Text]) -> str:
     return ", ".join(Path(text.name).stem for text in texts)
 
 
-def _lines(found: Calibration, budgets: HeadBudgets, output: Path | None) -> Iterator[str]:
+def _lines(found: Calibration, budgets: HeadBudgets, output: Path | None, is_kept: bool) -> Iterator[str]:
     layers, heads = budgets.shape
     yield f"head budgets of {budgets.model}, {layers} layers of {heads} KV heads, measured on {budgets.source}"
     yield from table([HEAD, *_rows(found, budgets)], page_width())
     yield "spread: how much a head's share differs from text to text, in % of the text (standard deviation, mean of all heads)"
-    if output is not None:
+    if is_kept:
+        yield f"kept in {output}; runs of this model that evict take it by themselves"
+    elif output is not None:
         yield f"written to {output}; --head-budgets {output} has heads share out a --kv-budget so"
 
 

@@ -14,6 +14,7 @@ from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, Cha
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.report import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
+from h2o_flexgen.cli.report.kept_by_policy import facts_kept
 from h2o_flexgen.cli.report.summary import say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason
 from h2o_flexgen.cli.terminal import printable, say
@@ -231,6 +232,8 @@ class Chat:
             head_budgets=None if budgets is None else budgets.as_json(),
             endless=extent.is_endless,
         )
+        if not policy.keeps_all and not llm.loaded.request.model.dummy_weights:
+            yield facts_kept(llm.plan, llm.spec.name)
         stored, arithmetic = StoredWeights.of(llm.loaded.opened), _arithmetic(llm)
         yield noted(stored=None) if stored is None else stored.entry()
         yield entry("numbers", arithmetic.line(), arithmetic=arithmetic.as_json())

@@ -23,7 +23,15 @@ from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
-from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, SiteRequest, named_by_files, refuse_other_device
+from h2o_flexgen.session.open_request import (
+    HEAD_BUDGETS,
+    PROBE,
+    ModelRequest,
+    SiteRequest,
+    named_by_files,
+    refuse_other_device,
+    with_known_heads,
+)
 
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
 BITS = 4  # bits of the codec that --allow-4bit allows
@@ -98,6 +106,7 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
     if {HEAD_BUDGETS, PROBE} & given.keys():
         given |= named_by_files(given, choose_model(flags.model, flags.path, flags.dummy_weights).source)
     plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
+    plan = plan if HEAD_BUDGETS in without else _with_heads(flags, plan)
     plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
     if plan.has_own_buffers and flags.buffers not in (None, Plan.buffers):
         raise ValueError(
@@ -106,6 +115,14 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
     if not flags.overlap and flags.buffers not in (None, 1):
         raise ValueError(f"--buffers {flags.buffers} changes nothing: --overlap 0 takes one buffer; leave one of them out")
     return plan if flags.overlap else plan.without_overlap()
+
+
+def _with_heads(flags: Namespace, plan: Plan) -> Plan:
+    """The plan with the head budgets that are known of the model, if nothing else is asked for."""
+    asked, is_random = getattr(flags, HEAD_BUDGETS, None), flags.dummy_weights or flags.path == DUMMY_PATH
+    if asked not in (None, AUTO) or is_random or not plan.suits_any_head_budgets:
+        return plan
+    return with_known_heads(plan, choose_model(flags.model, flags.path, False).source)
 
 
 def _policy_name(flags: Namespace) -> str:

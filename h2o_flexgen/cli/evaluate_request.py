@@ -13,7 +13,7 @@ from h2o_flexgen.cli.common_requests import model_of, plan_of, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement, add_protection, add_sizes
 from h2o_flexgen.cli.output_files import open_output_folder
-from h2o_flexgen.core.allowed_values import Bounds, decimal_number, whole_number
+from h2o_flexgen.core.allowed_values import AUTO, Bounds, decimal_number, whole_number
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import TOKENS
@@ -38,7 +38,7 @@ from h2o_flexgen.formats.table import BY_BITS, PLAIN
 from h2o_flexgen.planning.plan import PERCENT, Plan
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
+from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.sampling.params import SEED
@@ -67,7 +67,6 @@ STUDIES, STUDY_BUDGET = (HEAVY_HITTERS, FACTS), BudgetShare(20)
 FACTS_POLICIES, FACTS_LENGTH = "h2o,snapkv,local", 512
 OF_FACTS = ("examples", "question", "lengths", "depths", "mentions", "seed")  # those of them that say which facts
 AS_IT_IS = "plain"
-EQUAL = "equal"
 
 DESCRIPTION = """\
 How good the text is under each policy and budget, measured through the real cache.
@@ -225,6 +224,8 @@ def _probe(flags: Namespace, policies: Collection[str]) -> Probe | None:
 def _heads(flags: Namespace, policies: Collection[str], amounts: Collection[Amount]) -> tuple[HeadBudgets | None, ...]:
     """Equal budgets, head budgets, or both side by side."""
     words = _words("--head-budgets", flags.head_budgets)
+    if AUTO in words:
+        raise ValueError(f"--head-budgets {AUTO} is for runs, and tables say what was measured; give {EQUAL}, {OWN} or FILE")
     files = [word for word in words if word != EQUAL]
     if len(files) > 1:
         raise ValueError(f"--head-budgets has {' and '.join(files)}, which tables could not tell apart; give one of them")

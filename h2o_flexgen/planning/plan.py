@@ -20,10 +20,10 @@ from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
-from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets
+from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.kvzap import KVzap
-from h2o_flexgen.policies.levels import Level, levels_of
+from h2o_flexgen.policies.levels import Level, levels_of, may_keep_one
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op
@@ -197,9 +197,9 @@ class Plan:
     head_budgets: HeadBudgets | None = option(
         None,
         Instance(HeadBudgets, "HeadBudgets: read_head_budgets reads a file, and so does LLM"),
-        f"FILE|{OWN}",
-        f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model (default: all keep "
-        "as much)",
+        f"FILE|{OWN}|{EQUAL}|{AUTO}",
+        f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model; {EQUAL}: all keep "
+        f"as much; {AUTO}: {OWN}, or what `calibrate` keeps, or else {EQUAL} (default: {AUTO})",
     )
     probe: Probe | None = option(
         None,
@@ -235,8 +235,17 @@ class Plan:
             return
         if self.policy.keeps_all:
             raise ValueError(f"kv_policy {self.kv_policy!r} keeps everything, and head budgets share out less; leave them out")
-        if not self.kv_options.is_share_of_text or self.kv_options.recent is not None:
+        if not self._keeps_a_share:
             raise ValueError("head budgets share out a kv_budget; give it alone, without slots or hh_ratio")
+
+    @property
+    def _keeps_a_share(self) -> bool:
+        return self.kv_options.is_share_of_text and self.kv_options.recent is None
+
+    @property
+    def suits_any_head_budgets(self) -> bool:
+        """Whether heads may share out what is kept, however little that leaves some of them."""
+        return not self.policy.keeps_all and self._keeps_a_share and may_keep_one(self.policy)
 
     def _refuse_wrong_probe(self) -> None:
         is_asked = self.policy.judge == PROBE

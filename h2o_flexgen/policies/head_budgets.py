@@ -109,6 +109,7 @@ def _between(known: Mapping[float, ByHead], budget: float) -> ByHead:
 
 FILE = "head_budgets.json"  # its name where it lies beside the model that it was measured on
 OWN = "own"  # the word for that file
+EQUAL = "equal"  # the word for heads that all keep as much
 PARTS = ("model", "source", "layers", "kv_heads", "budgets", "shares")
 
 

@@ -16,6 +16,7 @@ from math import inf, log
 from typing import ClassVar
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, KVOptions
@@ -104,6 +105,15 @@ def _keeping(policy: KVPolicy, share: float) -> KVPolicy:
     if share == 1:
         return Full()
     return replace(policy, options=replace(policy.options, kv_budget=max(share, LEAST_SHARE)), least_slots=1)
+
+
+def may_keep_one(policy: KVPolicy) -> bool:
+    """Whether heads may be left a single token: there are none that the policy cannot do without."""
+    try:
+        _keeping(policy, 0.0).alone(SeatNeed(1, 1))
+    except ValueError:
+        return False
+    return True
 
 
 def _with_whole(shares: ByHead) -> ByHead:

@@ -10,9 +10,9 @@ from inspect import Parameter, signature
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
-from h2o_flexgen.checkpoints.model_places import file_beside, local_place
+from h2o_flexgen.checkpoints.model_places import file_beside, known_beside, local_place
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
-from h2o_flexgen.core.environment import Threads, cores, default_offload_folder
+from h2o_flexgen.core.environment import Threads, cache_folder, cores, default_offload_folder
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
@@ -24,7 +24,7 @@ from h2o_flexgen.planning.plan import MOST_GPUS, Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.search import BUFFERS
 from h2o_flexgen.policies import head_budgets
-from h2o_flexgen.policies.head_budgets import OWN, HeadBudgets, read_head_budgets
+from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets, read_head_budgets
 from h2o_flexgen.sampling.foreign_options import OPTIONS
 from h2o_flexgen.text.tokenizer import BYTES
 
@@ -177,6 +177,7 @@ def asked_plan(
     options: Mapping[str, object],
     other_names: Sequence[str],
     model: str,
+    dummy_weights: bool = False,
 ) -> Plan:
     """The given plan, or one made of the options; its shares mean nothing if a plan is to be found."""
     refuse_unknown("option", options, [*Plan.option_names(), *other_names], OPTIONS)
@@ -184,6 +185,8 @@ def asked_plan(
         raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
     if plan is None:
         asked = Plan.create(**{**options, **named_by_files(options, model)})
+        if options.get(HEAD_BUDGETS) in (None, AUTO) and not dummy_weights:
+            asked = with_known_heads(asked, model)
         return asked if percent is None or isinstance(percent, str) else asked.with_percent(percent)
     if not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}; give a Plan, or leave it out and name its options here")
@@ -211,15 +214,33 @@ def probe_of(given: object, model: str) -> Probe:
     raise ValueError(f"probe is a {type(given).__name__}; give a Probe, the path of a file, or {OWN!r}")
 
 
-def head_budgets_of(given: object, model: str) -> HeadBudgets:
-    """Head budgets themselves, those of a file, or those that lie beside the model."""
+def head_budgets_of(given: object, model: str) -> HeadBudgets | None:
+    """Head budgets themselves, those of a file, or those that lie beside the model. None: all heads keep as much, unless those
+    that are known are to be taken (`with_known_heads`)."""
     if isinstance(given, HeadBudgets):
         return given
+    if given in (EQUAL, AUTO):
+        return None
     if given == OWN:
         return read_head_budgets(file_beside(model, head_budgets.FILE, "are no head budgets", "--output"))
     if isinstance(given, (str, os.PathLike)):
         return read_head_budgets(given)
     raise ValueError(f"head_budgets is a {type(given).__name__}; give HeadBudgets, the path of a file, or {OWN!r}")
+
+
+def with_known_heads(plan: Plan, model: str) -> Plan:
+    """The plan, with the head budgets that are known of the model if they can share out what it keeps."""
+    return replace(plan, head_budgets=_known_heads(model)) if plan.suits_any_head_budgets else plan
+
+
+def _known_heads(model: str) -> HeadBudgets | None:
+    """Those that lie beside the model, or else those that were measured here."""
+    file = known_beside(model, head_budgets.FILE)
+    if file is None and cache_folder(HEAD_BUDGETS).is_dir():
+        from h2o_flexgen.checkpoints.kept_measurements import kept_file
+
+        file = kept_file(model, HEAD_BUDGETS)
+    return read_head_budgets(file) if file is not None and file.is_file() else None
 
 
 def arguments_of(function: Callable[..., object]) -> list[str]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, folders_beside
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import FILE, HeadBudgets, read_head_budgets, write_head_budgets, written
 from h2o_flexgen.policies.levels import levels_of
-from h2o_flexgen.session.open_request import head_budgets_of
+from h2o_flexgen.session.open_request import asked_plan, head_budgets_of
 from tests.planning.worlds import tiny_spec
 
 BY_HEAD = HeadBudgets("a model", "a text", (0.2, 0.5), (((0.35, 0.05), (0.1, 0.3)), ((0.9, 0.1), (0.4, 0.6))))
@@ -88,6 +89,46 @@ def test_the_own_file_lies_in_the_models_folder_or_beside_its_gguf_file(tmp_path
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert head_budgets_of("own", str(tmp_path)) == head_budgets_of("own", str(tmp_path / "model.gguf")) == BY_HEAD
     assert head_budgets_of(tmp_path / FILE, "any") == head_budgets_of(BY_HEAD, "any") == BY_HEAD
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({"kv_policy": "h2o"}, BY_HEAD),
+        ({"kv_policy": "h2o", "kv_budget": 0.3, "head_budgets": "auto"}, BY_HEAD),
+        ({"kv_policy": "h2o", "head_budgets": "equal"}, None),
+        ({}, None),
+        ({"kv_policy": "h2o", "heavy": 3, "recent": 3}, None),
+        ({"kv_policy": "h2o", "kv_budget": 0.3, "recent": 3}, None),
+        ({"kv_policy": "h2o", "sinks": 4}, None),  # what some heads would be left has no room for these
+        ({"kv_policy": "snapkv"}, None),
+        ({"kv_policy": "streaming"}, None),
+    ],
+)
+def test_what_evicts_takes_the_models_own_unless_that_could_be_refused(
+    options: dict[str, object], taken: HeadBudgets | None, tmp_path: Path
+) -> None:
+    in_file(tmp_path)
+    assert asked_plan(None, None, options, (), str(tmp_path)).head_budgets == taken
+    assert asked_plan(None, None, options, (), str(tmp_path), dummy_weights=True).head_budgets is None
+
+
+def test_those_that_were_measured_here_are_taken_for_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "a-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    asked = {"kv_policy": "h2o"}
+    assert asked_plan(None, None, asked, (), str(folder)).head_budgets is None
+    kept = kept_file(str(folder), HEAD_BUDGETS)
+    assert kept is not None and kept.name.startswith("a-model-")
+    kept.parent.mkdir(parents=True)
+    write_head_budgets(BY_HEAD, kept)
+    assert asked_plan(None, None, asked, (), str(folder)).head_budgets == BY_HEAD
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    assert asked_plan(None, None, asked, (), str(folder)).head_budgets is None
+    assert kept_file(str(tmp_path), HEAD_BUDGETS) is None
 
 
 def test_what_is_not_there_is_said_with_how_to_measure_it(tmp_path: Path) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
 
+from h2o_flexgen.cli.calibrate_request import PROGRAM
 from h2o_flexgen.cli.report import Entry, entry
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.session.measured_recall import survival_under
 
 Counted = tuple[Occupancy, int]  # how often there is such a one
 
@@ -25,6 +30,7 @@ class KeptByPolicy:
     """What a KV policy keeps: what was asked for, in slots, and in rows that fit the same memory."""
 
     planned: WorkloadPlan
+    source: str = ""  # of the model; none where weights are random
 
     @property
     def policy(self) -> KVPolicy:
@@ -36,8 +42,11 @@ class KeptByPolicy:
         beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
         yield entry("KV", f"{self._line()}{packed}{beside}", kept=self._values())
         if plan.head_budgets is not None:
-            measured = f"measured on {plan.head_budgets.source}, {plan.head_budgets.checksum}"
-            yield entry("heads", f"budgets by head: {self._by_head()}; {measured}")
+            yield entry("heads", f"budgets by head: {self._by_head()}; {measured_on(plan.head_budgets)}")
+        elif self.source and plan.suits_any_head_budgets and _can_be_measured(self.planned.spec):
+            yield entry("heads", f"all keep as much; what each needs is measured once by: {PROGRAM} --model {self.source}")
+        if self.source and not plan.policy.keeps_all:
+            yield facts_kept(plan, self.source)
         if plan.probe is not None:
             fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
             yield entry("probe", f"of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})")
@@ -150,6 +159,30 @@ class KeptByPolicy:
         """Slots of a row of the first batch, which has the longest rows."""
         block = self.planned.blocks.first.block
         return policy.occupancy(block.batches[0], block.gen_len).capacity
+
+
+def _can_be_measured(spec: ModelSpec) -> bool:
+    """Whether `calibrate` takes such a model."""
+    has_like_heads = len({own.kv_heads for own in spec.of_heads}) == 1
+    return has_like_heads and not spec.state_layers and spec.attention_cap is None
+
+
+def measured_on(budgets: HeadBudgets) -> str:
+    """The texts and the file that head budgets come from."""
+    file = f" ({budgets.file})" if budgets.file else ""
+    return f"measured on {budgets.source}, {budgets.checksum}{file}"
+
+
+def facts_kept(plan: Plan, source: str) -> Entry:
+    """What is lost with what is evicted, as it was measured for the model."""
+    found = survival_under(plan, source)
+    if found is None:
+        asked = "evaluate --tasks recall measures it"
+        return entry("facts", f"which of a text survive this policy was not measured for {source}; {asked}", facts=None)
+    said = f"{100 * found.visible:.0f} % of what it answers with all kept if the question stands in the prompt"
+    later = f"{100 * found.hidden:.0f} % if it comes later"
+    words = f"with {100 * found.budget:g} % kept the model answers {said}, {later} ({found.questions} questions)"
+    return entry("facts", words, facts=asdict(found))
 
 
 def _sum(each: Callable[[Occupancy], Sequence[int]], counted: Iterable[Counted]) -> int:

@@ -95,7 +95,7 @@ class PlanReport:
         )
         yield from self._of_work()
         yield from self._of_schedule()
-        yield from KeptByPolicy(self.planned).entries()
+        yield from KeptByPolicy(self.planned, "" if self.dummy_weights else self.planned.spec.name).entries()
         yield entry("numbers", self.arithmetic.line(), arithmetic=self.arithmetic.as_json())
         yield from self._of_devices()
         if self.tokenizer_note:

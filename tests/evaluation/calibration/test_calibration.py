@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from h2o_flexgen import batch, calibrate, chat, evaluate, run
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, folders_beside
 from h2o_flexgen.checkpoints.probe_file import read_probe
+from h2o_flexgen.cli.calibrate_request import PROGRAM
 from h2o_flexgen.evaluation.calibration import BUDGETS, LayerRead, RepeatedText
 from h2o_flexgen.evaluation.calibration import calibrate as calibrated
 from h2o_flexgen.evaluation.study.text_reading import read_texts
@@ -116,6 +117,26 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
     assert kept == [("full", None), ("h2o", None), ("h2o", named)]
 
 
+def test_what_is_measured_for_no_file_is_kept_for_all_runs_of_the_model(
+    command: Any, tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = ("--kv-policy", "h2o", "--prompt-len", 40, "--gen-len", 8, "--num-prompts", 1, "--dry-run")
+    before = command(run.main, *asked)
+    assert before.json["plan"]["head_budgets"] is None and before.json["facts"] is None
+    advice = f"heads     all keep as much; what each needs is measured once by: {PROGRAM} --model {tiny_llama}"
+    assert advice in before.out and any(line.startswith("facts ") and "was not measured" in line for line in before.out)
+    told = command(calibrate.main, "--text", text_file, "--tokens", 40, "--texts", 1)
+    budgets = read_head_budgets(told.json["output"])
+    assert f"kept in {told.json['output']}; runs of this model that evict take it by themselves" in told.out
+    ran = command(run.main, *asked)
+    assert ran.json["plan"]["head_budgets"]["checksum"] == budgets.checksum
+    assert any(line.startswith("heads ") and told.json["output"] in line for line in ran.out)
+    assert command(run.main, *asked, "--head-budgets", "equal").json["plan"]["head_budgets"] is None
+    assert command(run.main, *asked, "--dummy-weights").json["plan"]["head_budgets"] is None
+    assert command(run.main, *asked[2:]).json["plan"]["head_budgets"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -125,7 +146,7 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
         (["--probe", "no/such/folder/x.json"], "--probe no/such/folder/x.json cannot be written"),
         (["--output", "x.json", "--text", "a.txt"], "give a longer text or a smaller --tokens"),
         (["--output", "x.json", "--texts", "0"], "argument --texts: '0' is not allowed"),
-        ([], "nothing is to be written; give --output FILE for head budgets, or --probe FILE"),
+        (["--dummy-weights"], "has no weights here that would identify it, so nothing is kept; give --output FILE"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -142,6 +163,10 @@ def test_what_cannot_be_measured_is_refused(
     ("words", "said"),
     [
         (["--head-budgets", "own"], "there are no head budgets of"),
+        (
+            ["--head-budgets", "auto"],
+            "--head-budgets auto is for runs, and tables say what was measured; give equal, own or FILE",
+        ),
         (["--head-budgets", "a.json,b.json"], "--head-budgets has a.json and b.json"),
         (["--head-budgets", "own", "--kv-sizes", "8"], "--head-budgets own shares out --budgets"),
         (["--head-budgets", "own", "--policies", "full"], "--head-budgets own is for policies that evict"),
