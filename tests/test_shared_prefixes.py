@@ -113,7 +113,7 @@ def hold_contract(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> 
     model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", case.weight_codec, case.compute)
     for place, completion in enumerate(completions):
         shared = groups.of(place)
-        if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.keeps_all)):
+        if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.attends_all)):
             alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nothing were shared
         else:
             how = (case.levels(model.spec), case.plan.copies_prefixes, case.kv_codec)

@@ -20,6 +20,7 @@ from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT
+from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
@@ -130,7 +131,8 @@ def _policy_name(flags: Namespace) -> str:
     if flags.kv_policy is not None:
         return str(flags.kv_policy)
     given = flags.hh_all or getattr(flags, HEAD_BUDGETS, None) is not None
-    given = given or any(getattr(flags, name) is not one.default for name, one in options_of(KVOptions).items())
+    of_eviction = (one for name, one in options_of(KVOptions).items() if name not in Full.accepts)
+    given = given or any(getattr(flags, one.name) is not one.default for one in of_eviction)
     return H2O.name if given else Plan.kv_policy
 
 

@@ -203,9 +203,10 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
     kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
     computes = _names("--compute", flags.compute, PRODUCTS)
     amounts = _amounts(flags, tasks)
-    return Grid(
-        policies, amounts, kv_codecs, weight_codecs, computes, beside, _heads(flags, policies, amounts), _probe(flags, policies)
-    )
+    if flags.recall and not all(isinstance(amount, BudgetShare) for amount in amounts):
+        raise ValueError("--recall attends a share of what is kept, and KV sizes are asked for; give --budgets")
+    heads, probe = _heads(flags, policies, amounts), _probe(flags, policies)
+    return Grid(policies, amounts, kv_codecs, weight_codecs, computes, beside, heads, probe, flags.recall)
 
 
 def _probe(flags: Namespace, policies: Collection[str]) -> Probe | None:
@@ -262,7 +263,7 @@ def _study(flags: Namespace, grid: Grid) -> Study | OfFacts:
     budget = _one_setting(flags, grid).percent / WHOLE_TEXT
     of_facts = OF_FACTS if flags.study == FACTS else ()
     unused = {"--tasks": flags.tasks is not None, "--kv-sizes": flags.kv_sizes is not None, "--fresh": flags.fresh}
-    unused |= {"--probe": flags.probe is not None}
+    unused |= {"--probe": flags.probe is not None, "--recall": flags.recall}
     unused |= {"--head-budgets": flags.study != FACTS and grid.heads != (None,)}
     unused |= {"--window": flags.study == FACTS and flags.window is not None}
     unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
@@ -383,6 +384,8 @@ def _add_grid(group: Group) -> None:
     by_head = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
     group.value("--head-budgets", "NAMES", f"{by_head}; with a comma both are compared", default=EQUAL)
     group.option(PLAN["probe"])
+    recalled = "beside policies: everything is kept, and a decode step attends each of the budgets of it (`run --kv-recall`)"
+    group.truth("--recall", text=recalled)
     add_protection(group)
 
 

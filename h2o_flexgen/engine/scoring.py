@@ -45,9 +45,10 @@ def way_of(plan: Plan, asked: str | None) -> str:
     """Chooses the way: in one pass every token attends to all before it unchanged, which no evicting or rounding cache does."""
     if asked is not None and asked not in WAYS:
         raise ValueError(f"by is {asked!r}; allowed are {', '.join(map(repr, WAYS))}, or None for the one that is right")
-    is_exact = plan.policy.keeps_all and plan.kv_codec == PLAIN
+    is_exact = plan.policy.attends_all and plan.kv_codec == PLAIN
     if asked == PREFILL and not is_exact:
-        cache = f"kv_codec {plan.kv_codec!r}" if plan.policy.keeps_all else f"kv_policy {plan.kv_policy!r}"
+        recalls = f"kv_recall {plan.policy.recall:g}" if plan.policy.keeps_all else f"kv_policy {plan.kv_policy!r}"
+        cache = f"kv_codec {plan.kv_codec!r}" if plan.policy.attends_all else recalls
         raise ValueError(f"{cache} cannot be scored by 'prefill', where every token sees the full cache; score by 'decode'")
     return asked or (PREFILL if is_exact else DECODE)
 

@@ -93,14 +93,23 @@ class Setting:
     beside: Beside = ()  # options asked for in addition to the budget
     heads: HeadBudgets | None = None  # None: all keep equally much
     probe: Probe | None = None  # where the policy asks for one
+    recalls: bool = False  # everything is kept, and the amount is what a decode step attends of it
 
     @property
     def options(self) -> KVOptions:
         """Options that the policy cannot take are left out; `label` shows which it took."""
         if self.policy == Full.name:
-            return KVOptions()
+            return self._recalling
         sinks = self._taken.get("sinks")
         return replace(self.amount.options(self.policy, sinks), **self._taken)  # type: ignore[arg-type]
+
+    @property
+    def _recalling(self) -> KVOptions:
+        if not self.recalls:
+            return KVOptions()
+        if not isinstance(self.amount, BudgetShare):
+            raise ValueError(f"{self.amount.label} slots are no share of what is kept; give a recall budgets in per cent")
+        return KVOptions(kv_recall=self.amount.percent / WHOLE_TEXT)
 
     @property
     def _taken(self) -> dict[str, object]:
@@ -111,19 +120,31 @@ class Setting:
     def label(self) -> str:
         """The heading of a row in a table."""
         taken = [name if value is True else f"{name} {value}" for name, value in self._taken.items()]
-        words = [self.policy, *([] if self.heads is None else ["head budgets"]), *(word.replace("_", "-") for word in taken)]
+        words = [
+            self.policy,
+            *(["recall"] * self.recalls),
+            *([] if self.heads is None else ["head budgets"]),
+            *(word.replace("_", "-") for word in taken),
+        ]
         codecs = {"KV": self.kv_codec, "weights": self.weight_codec}
         words += (f"{what} {BITS[codec]}" for what, codec in codecs.items() if codec != PLAIN)
         return ", ".join(words if self.compute == EXACT else [*words, f"products {self.compute}"])
 
     @property
     def full(self) -> Setting:
-        """This setting with everything kept."""
-        return replace(self, policy=Full.name, amount=_everything(self.amount), heads=None, probe=None)
+        """This setting with everything kept, and attended."""
+        everything = _everything(self.amount)
+        return replace(self, policy=Full.name, amount=everything, heads=None, probe=None, recalls=False)
 
     @property
     def is_reference(self) -> bool:
-        return self.policy == Full.name and {self.kv_codec, self.weight_codec} == {PLAIN} and self.compute == EXACT
+        is_plain = {self.kv_codec, self.weight_codec} == {PLAIN} and self.compute == EXACT
+        return self.is_full and is_plain
+
+    @property
+    def is_full(self) -> bool:
+        """Whether everything is kept and attended."""
+        return self.policy == Full.name and not self.recalls
 
     def plan(self, base: Plan) -> Plan:
         forms = replace(base, kv_codec=self.kv_codec, weight_codec=self.weight_codec, compute=self.compute)
@@ -175,6 +196,7 @@ class Grid:
     beside: Beside = ()
     heads: tuple[HeadBudgets | None, ...] = (None,)  # None: all heads keep equally much
     probe: Probe | None = None  # for the policies that ask for one
+    recalls: bool = False  # also with everything kept, and each amount of it attended
 
     def settings(self, spec: Callable[[str], ModelSpec]) -> tuple[Setting, ...]:
         """The settings for a model; `spec` has its sizes by the codec of its weights. All policies are the full cache when
@@ -199,4 +221,6 @@ class Grid:
             full = [setting(Full.name, _everything(self.amounts[0]))]
         others = [policy for policy in self.policies if policy != Full.name]
         amounts = [amount for amount in self.amounts if not amount.keeps_all]
+        if self.recalls:
+            full += [replace(setting(Full.name, amount), recalls=True) for amount in amounts]
         return full + [setting(policy, amount, heads) for policy, heads, amount in product(others, self.heads, amounts)]

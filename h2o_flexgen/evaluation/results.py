@@ -34,7 +34,7 @@ class Results:
     @property
     def full(self) -> Cell | None:
         """The full cache's cell, preferably the one with uncompressed weights and KV."""
-        found = [setting for setting in self.cells if setting.policy == Full.name]
+        found = [setting for setting in self.cells if setting.is_full]
         setting = next((setting for setting in found if setting.is_reference), found[0] if found else None)
         return None if setting is None else self.cells[setting]
 

@@ -28,6 +28,7 @@ PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 ROTATE, APPEND, EVICT, NOTE = "rotate", "append", "evict", "note"
 TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
+CHOOSE_SLOTS, CHOSEN_ATTENTION = "choose slots", "chosen attention"  # where a decode step attends a share of all slots
 TAKE_ROWS, PUT_ROWS = "take rows", "put rows"
 RMS_NORM, LAYER_NORM, LENGTHS, HALVES_APART = "rms norm", "layer norm", "lengths", "halves apart"
 GATED_SILU, GATED_GELU_TANH, GATED_GELU = "gated silu", "gated gelu by a tanh", "gated gelu"
@@ -150,6 +151,7 @@ def measured_as(format: str) -> str:
 
 def _of_groups(format: str) -> Iterator[Kernel]:
     yield Kernel(APPEND, format, "append_coded", CUDA, (TRITON,), DTYPES)
+    yield Kernel(CHOOSE_SLOTS, format, "choose_slots_twin")
     for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
         yield Kernel(op, format, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, format, function, CUDA, (TRITON,), DTYPES)

@@ -20,6 +20,8 @@ from h2o_flexgen.formats.kernel_table import (
     ADD_SCALED,
     ADD_WEIGHTED,
     APPEND,
+    CHOOSE_SLOTS,
+    CHOSEN_ATTENTION,
     CLAMPED_SILU,
     COUNTED_PRODUCTS,
     CPU,
@@ -71,6 +73,7 @@ from h2o_flexgen.formats.kernel_table import (
 )
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.append import RotationAngles
+from h2o_flexgen.kernels.chosen_slots import Always
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Leaving, Newest, Notes
@@ -249,6 +252,51 @@ def decode_attention(
     assert of_keys is not None
     out, got = of_keys(q, keys, values, held, mask, more, gathers, cap)
     return out, got
+
+
+def choose_slots(
+    q: Tensor,
+    index: KVSlots,
+    held: Tensor,
+    counts: Tensor,
+    most: int,
+    always: Always,
+    more: More | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """The slots that a decode step attends where it reads a share of them: q as above; index (rows, kv_heads, slots, bytes),
+    the keys in few bits; of `held` (rows,) filled slots each row attends `counts` (rows,), `most` at most -> (rows, kv_heads,
+    most): each head's slots, ascending, and 0 behind them. The first and the newest are always among them; of the others those
+    that get most attention from the head's queries together, and of equals the older."""
+    function = _required(CHOOSE_SLOTS, index.format, q, width=q.shape[3])
+    out: Tensor = function(q, index, held, counts, most, always, more, cap)
+    return out
+
+
+def chosen_attention(
+    q: Tensor,
+    keys: KVSlots,
+    values: KVSlots,
+    slots: Tensor,
+    counts: Tensor,
+    mask: Tensor,
+    more: More | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Attention of one new token per row over the slots (rows, kv_heads, most) that were chosen for it, of which `counts`
+    (rows,) are real; a mask to add (rows, 1, 1, most). It is `decode_attention` over these side by side, bit for bit, and that
+    where no kernel reads them where they lie."""
+    if function := chosen(CHOSEN_ATTENTION, keys.format, q, width=q.shape[3]):
+        out: Tensor = function(q, keys, values, slots, counts, mask, more, cap)
+        return out
+    taken = _taken(keys, slots), _taken(values, slots)
+    return decode_attention(q, *taken, counts, mask, more, None, cap)[0]
+
+
+def _taken(kept: KVSlots, slots: Tensor) -> KVSlots:
+    side_by_side = kept.data.new_empty(*slots.shape, kept.data.shape[-1])
+    take_slots(kept.data, slots, side_by_side)
+    return KVSlots(side_by_side, kept.format)
 
 
 def _both_plain(keys: KVSlots, values: KVSlots, like: Tensor) -> tuple[KVSlots, KVSlots]:

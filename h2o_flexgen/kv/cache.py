@@ -30,6 +30,7 @@ from h2o_flexgen.kernels.operations import (
     take_slots,
 )
 from h2o_flexgen.kv.judges import Held, Judge, Written
+from h2o_flexgen.kv.key_index import KeyIndex
 from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo, attention_of
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -55,6 +56,7 @@ class Living(NamedTuple):
     values: Tensor  # alike, or these keys
     scores: SlotScores | None
     notes: Notes | None
+    key_index: KeyIndex | None
 
 
 class _Old(NamedTuple):
@@ -75,12 +77,14 @@ class KVCache:
         prefixes: Mapping[int, KVCache] | None = None,
         judge: Judge | None = None,
         cap: float | None = None,
+        index: KeyIndex | None = None,
     ) -> None:
-        """`cap`: the soft limit of attention scores."""
+        """`cap`: the soft limit of attention scores; `index`: by which decode steps choose what they attend."""
         self.image = image  # (sets, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
         self._scores = scores
+        self._index = index
         self._cap = cap
         self._judge = judge  # if the policy uses the worth of tokens
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
@@ -97,24 +101,32 @@ class KVCache:
     def kind(self) -> Hashable:
         """What is done here, apart from what is held: equal for two caches that do the same."""
         judge = None if self._judge is None else id(self._judge)  # it has weights of its own layer
-        return self._coding, self._cap, judge, None if self._scores is None else self._scores.policy
+        chosen_by = None if self._index is None else self._index.kind
+        return self._coding, self._cap, judge, None if self._scores is None else self._scores.policy, chosen_by
 
     @property
     def memory(self) -> Sequence[Tensor]:
         """The tensors in which it lies, in the order of `kind`."""
-        return [self.image, *(() if self._scores is None else self._scores.tensors)]
+        codes = None if self._index is None else self._index.codes
+        return [
+            self.image,
+            *(() if self._scores is None else self._scores.tensors),
+            *(() if codes is None else (codes,)),
+        ]
 
     def living(self, rows: int) -> Living:
         """Views of the first rows; steps with as many rows have the same ones."""
         if self._living is None or self._living[0] != rows:
             image, scores = self.image[:, :rows], None if self._scores is None else self._scores.part(slice(rows))
-            self._living = rows, Living(image, image[0], image[-1], scores, None if scores is None else scores.notes)
+            index = None if self._index is None else self._index.part(slice(rows))
+            self._living = rows, Living(image, image[0], image[-1], scores, None if scores is None else scores.notes, index)
         return self._living[1]
 
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
         scores = None if self._scores is None else self._scores.part(rows)
-        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge, self._cap)
+        index = None if self._index is None else self._index.part(rows)
+        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge, self._cap, index)
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
         """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones."""
@@ -123,6 +135,8 @@ class KVCache:
                 self.image[:, dst, :, :slots] = self.image[:, src, :, :slots]
                 if self._scores is not None:
                     self._scores.copy_row(dst, src)
+                if self._index is not None:
+                    self._index.copy_row(dst, src, slots)
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
@@ -272,6 +286,8 @@ class KVCache:
                 own[:, :, :kept] = new
         if not now.held or now.slots.copies:
             image[:, :, :, kept:] = 0  # masked, but 0 times a NaN left by an earlier user is still NaN
+        if self._index is not None:
+            self._index.note(image[0], first, kept)
 
     # -- what queries attend besides the keys of their rows ---------------------------------------------------------------
 
@@ -352,7 +368,7 @@ class KVCache:
     def _attended(self, now: KVStep, q: Tensor, more: More | None, rotation: Rotation | None) -> Tensor:
         """Attends to all slots, the appended newest token included, with rotated queries; then evicts."""
         rows, _, heads, head_dim = q.shape
-        image, keys, values, scores, _ = self.living(rows)
+        image, keys, values, scores, _, index = self.living(rows)
         kv_heads = keys.shape[1]
         if scores is not None and self._rolls and rotation is not None:
             order = now.before[:, :, None] + scores.order(now)
@@ -362,7 +378,10 @@ class KVCache:
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
         kept = attended if self._coding.values_in_keys else KVSlots(values, self._coding.format)
         gathers = None if scores is None or scores.scores is None else scores.policy.gathers
-        out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
+        if index is not None:
+            out, got = index.attend(now, q, attended, kept, more, self._cap), None
+        else:
+            out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:
             self.replaced = scores.evict(now, image, got)
         if self.replaced is None and now.slots.stores_singly:

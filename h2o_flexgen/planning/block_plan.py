@@ -57,6 +57,7 @@ class BlockPlan:
         layers of a model."""
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
+        plan.refuse_recall(spec, site)
         if spec.state_layers:
             _refuse_what_states_cannot(spec, plan)
         if plan.policy.echoes:

@@ -19,6 +19,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.seating import Seating
+from h2o_flexgen.policies.recall import ALL, attended, index_bytes
 from h2o_flexgen.schedule.ops import LANES, Data, Key, Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -29,6 +30,13 @@ class AtLevel(NamedTuple):
     level: int
     heads: int  # KV heads of the layer at this level, one at least
     one: BatchPass
+
+
+class ReadSlots(NamedTuple):
+    """What a decode step reads of the slots of its rows, their newest ones included."""
+
+    attended: float  # slots of which it reads keys and values
+    indexed: float = 0.0  # slots of which it reads the index, to choose them
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,20 @@ class Cost:
         heads = enumerate(self.planned.kv.heads(layer))
         return [AtLevel(level, own, self.batch_pass(step, batch, level)) for level, own in heads if own]
 
+    def read_slots(self, at: AtLevel) -> ReadSlots:
+        """What the newest tokens read in each head of a level."""
+        held, share = at.one.slots + at.one.rows, self.planned.levels[at.level].policy.recall
+        if share == ALL or not at.one.rows:
+            return ReadSlots(held)
+        return ReadSlots(at.one.rows * attended(share, held // at.one.rows), held)
+
+    def bytes_to_read(self, at: AtLevel) -> float:
+        """Bytes of KV and of the index that all heads of a level read for them."""
+        read, spec = self.read_slots(at), self.planned.kv.specs[at.level]
+        share = self.planned.levels[at.level].policy.recall
+        of_index = index_bytes(share, spec) or spec.kv_bytes_per_head / spec.kv_sets  # keys may be their own index
+        return at.heads * (read.attended * spec.kv_bytes_per_head + read.indexed * of_index)
+
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def nbytes(self, task: Task | Key) -> float:
@@ -128,9 +150,10 @@ class Cost:
     def _whole_row_bytes(self, task: Task | Key) -> int:
         """Bytes of all slots of the rows for which prompts are read, with the notes on these slots."""
         joining = self.batch_pass(task.step, task.batch).joining
+        kv = self.planned.kv
         return joining * sum(
-            layout.slots * (layout.row_bytes + layout.heads * level.policy.score_bytes)
-            for level, layout in zip(self.planned.levels, self.planned.kv.layouts(task.layer, task.batch))
+            layout.slots * (layout.row_bytes + layout.heads * kv.note_bytes(level))
+            for level, layout in enumerate(kv.layouts(task.layer, task.batch))
             if layout is not None
         )
 
@@ -207,18 +230,20 @@ class Cost:
     def flops(self, task: Task) -> float:
         spec = self.planned.spec_at(task.step)
         if not spec.layers[task.layer].has_kv:
-            return _flops(spec, task.layer, self.batch_pass(task.step, task.batch))
+            one = self.batch_pass(task.step, task.batch)
+            return _flops(spec, task.layer, one, one.slots + one.rows)
         heads = spec.at(task.layer).kv_heads
-        return sum(at.heads / heads * _flops(spec, task.layer, at.one) for at in self.by_level(task))
+        each = ((at, self.read_slots(at)) for at in self.by_level(task))  # only the keys of an index are multiplied with
+        return sum(at.heads / heads * _flops(spec, task.layer, at.one, read.attended + read.indexed / 2) for at, read in each)
 
     def product_rows(self, task: Task) -> int:
         """Rows of the matrix products of a COMPUTE, in its largest part."""
         return max(products_of(self.batch_pass(task.step, task.batch)))
 
 
-def _flops(spec: ModelSpec, layer: int, one: BatchPass) -> float:
-    """Flops if all heads hold what those of one level do."""
-    newest = spec.flops(layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
+def _flops(spec: ModelSpec, layer: int, one: BatchPass, attended: float) -> float:
+    """Flops if all heads hold what those of one level do. `attended`: slots that the newest tokens attend, over all rows."""
+    newest = spec.flops(layer, one.rows, 1, attended / one.rows) if one.rows else 0.0
     return newest + sum(
         count * spec.flops(layer, part.rows, part.length_computed, part.attended) for part, count in one.prompts.items()
     )

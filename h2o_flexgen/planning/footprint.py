@@ -167,7 +167,8 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
         layouts = [(planned.kv.layouts(*alike[0])[number], alike) for alike in unlike.values()]
         there = {alike[0]: (layout, len(alike)) for layout, alike in layouts if layout is not None}
         if there:
-            _add_level(parts, planned, there, level.policy.score_bytes, compute)
+            note_bytes = level.policy.score_bytes if planned.block.only_reads else planned.kv.note_bytes(number)
+            _add_level(parts, planned, there, note_bytes, compute)
     if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
         sizes = (planned.block.batches[batch].size for batch in beside)
         shares, judged = bool(planned.block.prefix_room), planned.plan.policy.judge is not None
@@ -175,7 +176,7 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
 
 
 def _add_level(
-    parts: Parts, planned: BlockPlan, there: Mapping[Place, tuple[KVLayout, int]], score_bytes: int, compute: str
+    parts: Parts, planned: BlockPlan, there: Mapping[Place, tuple[KVLayout, int]], note_bytes: int, compute: str
 ) -> None:
     """Adds the KV of one level: what lies at rest, notes of its slots, and buffers. `there`: of places that are alike one, and
     how many there are."""
@@ -183,17 +184,17 @@ def _add_level(
     if planned.block.only_reads:  # in one place for all layers and batches
         layouts = [layout for layout, _ in there.values()]
         parts[compute]["KV"] += region_bytes(max(layout.image_bytes for layout in layouts))
-        noted = max(layout.score_bytes(score_bytes) for layout in layouts)
-        parts[compute]["KV notes"] += region_bytes(noted) if score_bytes else 0
+        noted = max(layout.score_bytes(note_bytes) for layout in layouts)
+        parts[compute]["KV notes"] += region_bytes(noted) if note_bytes else 0
         return
     for place, (layout, count) in there.items():
         tier = traffic.kv[place]
-        if score_bytes:
+        if note_bytes:
             noted_on = HOST if traffic.is_beside(*place) else compute
-            parts[noted_on]["KV notes"] += count * region_bytes(layout.score_bytes(score_bytes))
+            parts[noted_on]["KV notes"] += count * region_bytes(layout.score_bytes(note_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
         parts[tier if tier != DEVICE else compute]["KV"] += count * home
-    rooms = KVRooms.of(planned, {place: layout for place, (layout, _) in there.items()}, score_bytes)
+    rooms = KVRooms.of(planned, {place: layout for place, (layout, _) in there.items()}, note_bytes)
     parts[HOST]["KV buffers"] += buffers * rooms.on_host + rooms.staged
     parts[DEVICE]["KV buffers"] += buffers * rooms.on_device
     parts[DEVICE]["KV notes"] += buffers * rooms.noted

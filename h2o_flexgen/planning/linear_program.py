@@ -217,8 +217,8 @@ def solve_thoroughly(cases: Sequence[Case]) -> list[BestShares]:
 
 
 def _staying(case: Case, stays: tuple[str, ...]) -> Case:
-    """The case with these kinds of data staying, keeping what was already found of it."""
-    other = replace(case, stays=stays)
+    """The case with these kinds of data staying, too, keeping what was already found of it."""
+    other = replace(case, stays=(*case.stays, *stays))
     vars(other).update({name: found for name, found in vars(case).items() if name in FOUND})
     return other
 

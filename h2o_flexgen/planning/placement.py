@@ -20,6 +20,7 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.recall import index_bytes
 from h2o_flexgen.schedule.traffic import Traffic
 
 
@@ -127,6 +128,12 @@ class HeldKV:
     def heads(self, layer: int) -> tuple[int, ...]:
         """How many KV heads of a layer each level has; nothing of a layer without KV."""
         return self._heads.get(layer, ())
+
+    def note_bytes(self, level: int) -> int:
+        """Bytes kept for a slot of a KV head of a level, where it is computed with, beside key and value: what a policy that
+        evicts knows of it, or the index of its key."""
+        policy = self.levels[level].policy
+        return policy.score_bytes + index_bytes(policy.recall, self.specs[level])
 
     def most_heads(self, level: int) -> int:
         """KV heads that a level has in the layer where it has most."""

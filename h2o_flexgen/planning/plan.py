@@ -25,6 +25,7 @@ from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of, may_keep_one
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
+from h2o_flexgen.policies.recall import ALL
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.traffic import Traffic
@@ -224,6 +225,8 @@ class Plan:
         self._refuse_heads_without_share()
         self._refuse_wrong_probe()
         self._refuse_what_a_pipeline_cannot()
+        if self.copies_prefixes and self.shares_prefixes:
+            self.refuse_to_recall(f"prefix_policy {JUDGED!r}, which is for policies that evict", f"take {PINNED!r}")
         if self.policy.echoes and self.copies_prefixes and self.shares_prefixes:
             raise ValueError(
                 f"kv_policy {self.kv_policy!r} judges a prompt by its own echo, so prefix_policy {JUDGED!r} cannot judge what "
@@ -256,9 +259,28 @@ class Plan:
         if not is_asked:
             raise ValueError(f"kv_policy {self.kv_policy!r} asks no probe; leave probe out")
 
+    def refuse_to_recall(self, what: str, instead: str) -> None:
+        """Refuses what is not done yet where decode steps choose what they attend."""
+        if self.policy.recall != ALL:
+            raise ValueError(f"kv_recall {self.policy.recall:g} cannot be had with {what}; {instead}, or leave kv_recall out")
+
+    def refuse_recall(self, spec: ModelSpec, site: Site) -> None:
+        """Refuses models and machines for which that is not done yet."""
+        lacks = {
+            "an accelerator": site.accelerator and "compute on the CPU (device 'cpu')",
+            "keys that have their values in them": any(own.values_in_keys for own in spec.of_heads) and "take another model",
+            "keys that say where they stand": any(own.position_values for own in spec.of_heads) and "take another model",
+            "rows that have a state": bool(spec.state_layers) and "take another model",
+            "windows in all layers, which are read whole": all(spec.windows) and "take another model",
+        }
+        for what, instead in lacks.items():
+            if instead:
+                self.refuse_to_recall(what, instead)
+
     def _refuse_what_a_pipeline_cannot(self) -> None:
         if self.pipeline == 1:
             return
+        self.refuse_to_recall(f"a pipeline of {self.pipeline} devices", "give pipeline=1")
         asked = f"a pipeline of {self.pipeline} devices"
         if self.schedule != Plan.schedule:
             raise ValueError(f"{asked} has an order of its own, and schedule {self.schedule!r} is another; leave it out")
@@ -319,9 +341,9 @@ class Plan:
 
     @property
     def answers_depend_on_prefixes(self) -> bool:
-        """Whether what a row attends depends on whether it shares a prefix: it is kept whole where a policy would evict of it,
-        or packed before the prompt after it is read."""
-        is_kept_whole = not self.copies_prefixes and not self.policy.keeps_all
+        """Whether what a row attends depends on whether it shares a prefix: it is kept or attended whole where a policy would
+        evict or choose of it, or packed before the prompt after it is read."""
+        is_kept_whole = not self.copies_prefixes and not self.policy.attends_all
         return self.shares_prefixes and (is_kept_whole or self.kv_codec != PLAIN)
 
     @property

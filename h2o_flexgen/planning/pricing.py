@@ -25,6 +25,7 @@ from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Ma
 from h2o_flexgen.planning.placement import Place
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
+from h2o_flexgen.policies.recall import INDEX
 from h2o_flexgen.schedule.ops import (
     COMPUTE_LANE,
     LOAD,
@@ -249,15 +250,16 @@ class Pricing:
 
     def _decode_attention(self, at: AtLevel) -> float:
         spec, machine, one = self.planned.kv.specs[at.level], self.machine, at.one
-        slots, heads = one.slots + one.rows, at.heads * (spec.heads // spec.kv_heads)
+        (slots, indexed), heads = self.cost.read_slots(at), at.heads * (spec.heads // spec.kv_heads)
         tier = DEVICE if machine.has_accelerator else HOST
-        nbytes = (slots + one.shared.tokens) * at.heads * spec.kv_bytes_per_head
+        nbytes = self.cost.bytes_to_read(at) + one.shared.tokens * at.heads * spec.kv_bytes_per_head
         is_plain = spec.kv_codec == PLAIN
         flops = 4.0 * heads * spec.head_dim * (slots + one.shared.attended)
         values = (
             0.0 if is_plain else float(spec.kv_sets) * at.heads * spec.head_dim * (slots + one.shared.tokens)
         )  # values to decode
         computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
+        computing += 2.0 * heads * spec.head_dim * indexed / machine.attention_flops_per_s.get(INDEX, inf)
         unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
         reading = nbytes / machine.attention_bytes_per_s.get(tier, inf)
         return max(reading, computing + unpacking) + one.rows * at.heads * machine.head_seconds
@@ -404,8 +406,9 @@ class Pricing:
         of_states = self._state_bytes(self._layer(key), self.cost.batch_pass(key.step, key.batch))
         return self._matrix_bytes(key) + of_states + (self._attended_bytes(key) if self._layer(key).has_kv else 0)
 
-    def _attended_bytes(self, key: Key) -> int:
-        return sum(at.one.slots * at.heads for at in self.cost.by_level(key)) * self.spec.at(key.layer).kv_bytes_per_head
+    def _attended_bytes(self, key: Key) -> float:
+        newest = self.spec.at(key.layer).kv_bytes_per_head  # of each head: it was written just now
+        return sum(self.cost.bytes_to_read(at) - at.one.rows * at.heads * newest for at in self.cost.by_level(key))
 
     def _matrix_bytes(self, key: Key) -> float:
         """Bytes of the matrices that a visit multiplies with."""

@@ -43,6 +43,7 @@ from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
+from h2o_flexgen.policies.recall import ALL, attended, index_bytes
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
@@ -51,6 +52,7 @@ SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: rank
 WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
+NUMBER_BYTES = 8  # of a slot
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 BROUGHT = 3  # times the values of a key, of two values of a head, and of what a token has to do with others of its chunk
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
@@ -154,16 +156,42 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
 
 def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     (spec, policy, occupancy), batch = at, at.occupancy.batch
-    scored = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(at)
-    decoded = batch.size * occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site)
-    decoded += _many_queries_bytes(at, site)
+    slots = attended(policy.recall, occupancy.capacity)
+    scored = batch.size * spec.heads * slots * (8 + 2 * spec.itemsize) + _evicting_bytes(at) + _recalling_bytes(at, site)
+    decoded = batch.size * slots * _decoding_bytes_per_slot(spec, policy, site)
+    decoded += _many_queries_bytes(at, site, slots)
     return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
 
 
-def _many_queries_bytes(at: LevelHeads, site: Site) -> int:
-    """Bytes of the kernel in C for KV heads that many query heads attend: its room, and the shares of whole tiles."""
+def _recalling_bytes(at: LevelHeads, site: Site) -> int:
+    """Bytes for choosing the slots that are attended: the numbers of these, and all of them side by side; what torch ranks them
+    by, for one row at a time, in fp32; and the newest keys on their way to the index."""
+    (spec, policy, occupancy), rows = at, at.occupancy.batch.size
+    if policy.recall == ALL:
+        return 0
+    capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
+    newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + index_bytes(policy.recall, spec))
+    taken = rows * chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES)
+    values = capacity * spec.kv_heads * spec.head_dim
+    ranked = capacity * (spec.kv_heads * RANKED_BYTES + 4 * spec.heads * FLOAT_BYTES)
+    return newest + taken + ranked + 2 * values * FLOAT_BYTES + DECODING_BYTES * min(values, _values_at_once(site))
+
+
+def _indexing_bytes(at: LevelHeads, tokens: int, site: Site) -> int:
+    """Bytes for the index of so many new keys: these side by side, decoded, and in the index's format."""
+    spec, share = at.spec, at.policy.recall
+    if not index_bytes(share, spec):
+        return 0
+    values = tokens * spec.kv_heads * spec.head_dim
+    of_codes = tokens * spec.kv_heads * index_bytes(share, spec)
+    return 2 * values * spec.itemsize + of_codes + ENCODING_BYTES * min(values, _values_at_once(site))
+
+
+def _many_queries_bytes(at: LevelHeads, site: Site, slots: int) -> int:
+    """Bytes of the kernel in C for KV heads that many query heads attend, over so many slots: its room, and the shares of whole
+    tiles."""
     (spec, _, occupancy), threads = at, site.threads_of(DECODE_ATTENTION, at.spec.dtype)
-    laid = ManyQueries.of(spec.heads // spec.kv_heads, occupancy.capacity, spec.head_dim)
+    laid = ManyQueries.of(spec.heads // spec.kv_heads, slots, spec.head_dim)
     if laid is None or not threads:
         return 0
     shares = max(laid.kept(occupancy.batch.size * spec.kv_heads), laid.passing(threads))
@@ -203,7 +231,7 @@ def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
     total = batch.size * batch.prompt_len * batch.readings
     tokens, threads = min(total, at_once), site.threads_of(PROMPT_ATTENTION, spec.dtype)
     room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at, tokens, site)
-    room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
+    room += _choosing_bytes(at, threads) + _extending_bytes(at, threads) + _indexing_bytes(at, total, site)
     room += _mask_bytes(spec, 1, tokens, _attended(occupancy), threads) if total > tokens else 0
     room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads, tokens)
     room += _in_heads_bytes(spec, occupancy, at_once, threads)

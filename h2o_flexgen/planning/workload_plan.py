@@ -21,6 +21,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import OFF, Plan, Shares
+from h2o_flexgen.policies.recall import ALL
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -65,9 +66,19 @@ class WorkloadPlan:
         return reduce(Footprint.__or__, each)
 
     def fits(self, limits: MemoryLimits) -> bool:
-        return limits.first_exceeded(self.footprint) is None
+        return not self._brings_what_is_chosen and limits.first_exceeded(self.footprint) is None
+
+    @property
+    def _brings_what_is_chosen(self) -> bool:
+        """Whether KV comes from another tier of which decode steps attend a share, which is not done yet."""
+        if self.plan.policy.recall == ALL:
+            return False
+        traffics = (block.schedule.traffic for block, _ in self.blocks.alike)
+        return any(traffic.moves_kv(*place) for traffic in traffics for place in traffic.kv)
 
     def refuse_what_does_not_fit(self, limits: MemoryLimits) -> None:
+        if self._brings_what_is_chosen:
+            self.plan.refuse_to_recall("KV that is brought from another tier", "keep all KV in memory (percent)")
         tier = limits.first_exceeded(self.footprint)
         if tier is None:
             return

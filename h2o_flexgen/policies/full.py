@@ -1,4 +1,4 @@
-"""The policy that keeps every token: slot j of a row holds its j-th token."""
+"""The policy that keeps every token: slot j of a row holds its j-th token. A decode step may attend a share of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h2o_flexgen.policies.policy import NONE, KVPolicy
 class Full(KVPolicy):
     name: ClassVar[str] = "full"
     ranks_by: ClassVar[str] = NONE
-    accepts: ClassVar[tuple[str, ...]] = ()
+    accepts: ClassVar[tuple[str, ...]] = ("kv_recall",)
 
     def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
-        return RowBudget(prompt_len + gen_len)
+        return RowBudget(prompt_len + gen_len, recall=self.recall)

@@ -42,6 +42,13 @@ class KVOptions:
     )
     value_norms: bool = option(False, TRUTH, "", "scores are multiplied by the length (L2 norm) of a token's value", bare=True)
 
+    kv_recall: float | None = option(
+        None,
+        SHARE,
+        "SHARE",
+        "all tokens are kept, and each decode step attends this share of them, chosen by its own query (1: all)",
+    )
+
     def __post_init__(self) -> None:
         check_options(self, KVOptions)
         self._refuse_two_budgets()

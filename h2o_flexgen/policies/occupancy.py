@@ -18,6 +18,7 @@ from typing import TypeVar
 from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.policies.recall import ALL, attended
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ class RowBudget:
     window: int = 0  # the newest tokens, in decode
     prompt_window: int = 0  # the newest tokens, when the prompt is selected from
     queries: int | None = None  # only the last N prompt queries contribute to scores; None: all do
+    recall: float = ALL  # the share of what is held that a decode step attends
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ class StepSlots:
     @cached_property
     def evicts(self) -> bool:
         return any(after < count + new for after, count, new in zip(self.after, self.counts, self.new))
+
+    @property
+    def attended(self) -> tuple[int, ...]:
+        """Slots that each row attends, of those that it holds with its new tokens, where it chooses them."""
+        held = zip(self.budgets, self.counts, self.new)
+        return tuple([attended(budget.recall, count + new) for budget, count, new in held])
 
     @cached_property
     def changed(self) -> tuple[int, int]:

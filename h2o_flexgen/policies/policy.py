@@ -13,6 +13,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import SUM
 from h2o_flexgen.policies.kv_options import ROLLING, KVOptions, row_of
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget, StepSlots
+from h2o_flexgen.policies.recall import ALL
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by, if no judge says it
 VALUE_NORMS, PROBE = "value norms", "probe"  # judges that an option or a file brings; others have one policy, which names them
@@ -81,6 +82,16 @@ class KVPolicy:
         return self.ranks_by == NONE
 
     @property
+    def recall(self) -> float:
+        """The share of what a row holds that its decode steps attend."""
+        return ALL if self.options.kv_recall is None else self.options.kv_recall
+
+    @property
+    def attends_all(self) -> bool:
+        """Whether every token sees all before it, as a model says."""
+        return self.keeps_all and self.recall == ALL
+
+    @property
     def judge(self) -> str | None:
         """What says how much a token is worth when it is written. Policies rank by it, or weigh scores with it."""
         if self.options.value_norms:
@@ -106,7 +117,7 @@ class KVPolicy:
         """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to. Where
         rows come and go, each has a budget of its own, and a seat has the slots of the row that needs most."""
         if batch.seats is not None:
-            return Occupancy(batch, (RowBudget(self._slots_of(batch.seats)),) * batch.size, gen_len)
+            return Occupancy(batch, (RowBudget(self._slots_of(batch.seats), recall=self.recall),) * batch.size, gen_len)
         if batch.context is not None:
             return Occupancy(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)
         budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}

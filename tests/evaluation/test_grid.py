@@ -45,6 +45,16 @@ def test_the_full_cache_is_not_run_where_it_is_not_asked_for() -> None:
     assert labels(Grid(("full", "h2o"), (BudgetShare(20),))) == ["full 100 %", "h2o 20 %"]
 
 
+def test_a_recall_keeps_everything_and_attends_the_budgets_of_it() -> None:
+    grid = Grid(("full", "h2o"), (BudgetShare(100), BudgetShare(20), BudgetShare(10)), recalls=True)
+    assert labels(grid) == ["full 100 %", "full, recall 20 %", "full, recall 10 %", "h2o 20 %", "h2o 10 %"]
+    full, a_fifth, *_ = grid.settings(sized)
+    assert a_fifth.plan(Plan()).policy.recall == 0.2 and a_fifth.full == full and full.plan(Plan()).policy.recall == 1
+    assert (full.is_reference, a_fifth.is_reference) == (True, False) and full.identity() != a_fifth.identity()
+    with pytest.raises(ValueError, match="8 slots are no share of what is kept"):
+        Grid(("full",), (BudgetSlots(8),), recalls=True).settings(sized)[1].plan(Plan())
+
+
 def test_every_number_of_bits_has_settings_of_its_own() -> None:
     grid = Grid(("full", "h2o"), (BudgetShare(20),), kv_codecs=("plain", "group4"), weight_codecs=("plain", "group8"))
     assert labels(grid) == [

@@ -23,6 +23,7 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.judges import Judge, judge_of
+from h2o_flexgen.kv.key_index import KeyIndex
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits, nothing_to_attend
@@ -32,6 +33,7 @@ from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
+from h2o_flexgen.policies.recall import ALL, INDEX
 from tests.helpers.probes import probe_for
 
 
@@ -335,7 +337,8 @@ def _caches(
         shape, judge = (rows, len(heads), slots), _judges(model, level.policy, device).get(layer)
         judge = None if judge is None else judge.of_heads(torch.tensor(heads, device=device))
         noted, coding = _scores(level.policy, shape, device), coding_of(layer)
-        return KVCache(_image(coding, shape, by_token, device), noted, coding, judge=judge, cap=model.spec.attention_cap)
+        image, index = _image(coding, shape, by_token, device), index_of(level.policy, coding, shape, device)
+        return KVCache(image, noted, coding, judge=judge, cap=model.spec.attention_cap, index=index)
 
     return {
         layer: _Layer(
@@ -369,6 +372,14 @@ def _image(coding: Coding, shape: tuple[int, int, int], by_token: bool, device: 
     if by_token:
         return torch.zeros(slots, coding.sets, rows, heads, width, dtype=dtype, device=device).permute(1, 2, 3, 0, 4)
     return torch.zeros(coding.sets, rows, heads, slots, width, dtype=dtype, device=device)
+
+
+def index_of(policy: KVPolicy, coding: Coding, shape: tuple[int, int, int], device: torch.device) -> KeyIndex | None:
+    if policy.recall == ALL:
+        return None
+    codes = replace(coding, format=INDEX)
+    region = None if coding == codes else torch.zeros(prod(shape) * codes.width, dtype=torch.uint8, device=device)
+    return KeyIndex.over(region, policy.recall, coding, shape)
 
 
 def _scores(policy: KVPolicy, shape: tuple[int, int, int], device: torch.device) -> SlotScores | None:

@@ -53,7 +53,14 @@ from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.placement import HeldKV, place_weights
 from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
-from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, picking_bytes, working_bytes
+from h2o_flexgen.planning.working_space import (
+    SLACK,
+    LevelHeads,
+    _decode_bytes,
+    _decoding_bytes_per_slot,
+    picking_bytes,
+    working_bytes,
+)
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
@@ -64,6 +71,7 @@ from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, encoded_with
 from tests.helpers.pairwise import covering
+from tests.helpers.resident import index_of
 from tests.helpers.tiny import tiny_config
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import used
@@ -282,6 +290,25 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     assert 0.18 * estimate < most <= estimate
 
 
+@pytest.mark.parametrize("kv_codec", [PLAIN, "group4", "group8"])
+@pytest.mark.parametrize(("rows", "tokens", "gen_len"), [(8, 64, 8), (3, 200, 4)])
+@pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
+def test_choosing_what_a_step_attends_allocates_no_more_in_passing_than_is_estimated(
+    rows: int, tokens: int, gen_len: int, kv_codec: str, variant: str
+) -> None:
+    config: Any = tiny_config("llama-gqa", **LARGER, **WIDER["llama-gqa"])
+    model = create_model(config, "bfloat16", sep_layer=False)
+    model.spec = model.spec.written_as(PLAIN, kv_codec, EXACT)
+    batch = Batch(tuple(range(rows)), (tokens,) * rows)
+    plan = Plan.create(prefill_tokens=rows * tokens, kv_recall=0.5, kv_codec=kv_codec)
+    with used(variant):
+        most = [passing_bytes(model, plan, batch, gen_len, step) for step in (0, 1)]
+        kv, site = HeldKV.of(model.spec, plan, Block((batch,), gen_len)), own_site("cpu", False)
+        estimate = SLACK * working_bytes(kv, 0, plan, site)
+        assert most[1] <= SLACK * _decode_bytes(model.spec, plan, LevelHeads.of(kv, 0), site) < 8 * most[1]
+    assert 0.18 * estimate < max(most) <= estimate
+
+
 LONG: dict[Any, Any] = {
     "kind": ("opt", "llama-gqa", "gemma2", "mistral-near", "gpt-oss-far", "deepseek-v3"),
     ("tokens", "at_once"): ((400, 64), (100, 1)),  # of a prompt, and of them in a piece
@@ -494,7 +521,9 @@ def _passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: i
     weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, *blocks, head = spec.layers
-    cache = KVCache(image, scores, coding, judge=judge_of(policy), cap=spec.attention_cap)
+    index = index_of(policy, coding, (rows, spec.kv_heads, now.capacity), torch.device("cpu"))
+    cache = KVCache(image, scores, coding, judge=judge_of(policy), cap=spec.attention_cap, index=index)
+    codes = () if index is None or index.codes is None else (index.codes,)
     out = torch.zeros_like(hidden)
     given = Given(now.text_positions, partial(cache.attend, now), in_heads=now.is_prefill)
 
@@ -509,7 +538,7 @@ def _passing_bytes(model: Model, plan: Plan, batch: Batch, gen_len: int, step: i
         through_block,
         lambda: logits(model, head, hidden[:, -1], weights[-1:]),
     )
-    there = [ids, hidden, out, image, noted, now.counts, now.text_positions]
+    there = [ids, hidden, out, image, noted, now.counts, now.text_positions, *codes]
     for weight in (weight for layer in weights for weight in layer.values()):
         there += [weight] if isinstance(weight, Tensor) else [weight.data, weight.values()]
     return max(peak_allocated(visit, there) for visit in visits)

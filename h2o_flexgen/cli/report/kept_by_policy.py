@@ -20,6 +20,7 @@ from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.recall import ALL, attended
 from h2o_flexgen.session.measured_recall import survival_under
 
 Counted = tuple[Occupancy, int]  # how often there is such a one
@@ -55,11 +56,27 @@ class KeptByPolicy:
         asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
         named = f"{self.policy.name} ({asked})" if asked else self.policy.name
         if not self.evicts:
-            return f"{named} keeps all {_range(*self._held_range)} tokens of a row"
+            return f"{named} keeps all {_range(*self._held_range)} tokens of a row{self._recalled}"
         total, kept = format_bytes(self._full_row_bytes), format_bytes(self._row_bytes)
         rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
         tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
         return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
+
+    @property
+    def _recalled(self) -> str:
+        """What decode steps attend, where they choose it, and what they choose it by."""
+        if self.policy.recall == ALL:
+            return ""
+        least, most = (attended(self.policy.recall, held) for held in self._held_range)
+        index = sum(heads * self._capacity(policy) * noted for (policy, heads), noted in self._noted)
+        by = f"by an index of keys, {format_bytes(index)} a row" if index else "by their keys, which are packed"
+        return f"; a step attends {_range(least, most)} of them, which its query chooses {by}"
+
+    @property
+    def _noted(self) -> Iterator[tuple[tuple[KVPolicy, int], int]]:
+        """Each level with the bytes that are noted of a slot in each of its heads."""
+        kv = self.planned.blocks.first.kv
+        return zip(self._heads, map(kv.note_bytes, range(len(kv.levels))), strict=True)
 
     def _by_head(self) -> str:
         (first, *others), all_heads = self._kept_by_heads, sum(heads for _, heads in self._heads)
@@ -73,6 +90,7 @@ class KeptByPolicy:
             "slots": list(self._held_range),
             "share": round(self.share, 4),
             "evicts": self.evicts,
+            "recall": self.policy.recall,
             "rows_in_same_memory": round(self.rows_in_same_memory, 3),
             "heads": [{"heads": heads, "share": round(share, 4)} for heads, share in self._kept_by_heads],
         }
@@ -104,7 +122,7 @@ class KeptByPolicy:
     @property
     def rows_in_same_memory(self) -> float:
         """Memory of a full-cache row over that of a row under this policy, scores included."""
-        noted = sum(heads * self._capacity(policy) * policy.score_bytes for policy, heads in self._heads)
+        noted = sum(heads * self._capacity(policy) * noted for (policy, heads), noted in self._noted)
         return self._full_row_bytes / (self._row_bytes + noted)
 
     @property

@@ -7,7 +7,7 @@ disk, it lies token by token, so that held slots are one range from the start an
 Where the host attends beside a device, images are in the CPU's form, and scores lie in host memory too. A device then works
 with prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty slots are zero there. It
 goes part by part while the next part is computed (`host_attention_exchange`). Where rows join others or texts go on, it goes at
-once.
+once. An index of keys, by which steps choose what they attend, lies beside an image as scores do.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from h2o_flexgen.kernels.evict import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.key_index import KeyIndex
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskRegion
@@ -39,6 +40,7 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import KVRooms
+from h2o_flexgen.policies.recall import ALL
 from h2o_flexgen.schedule.ops import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
@@ -81,10 +83,12 @@ class KVStore:
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
         self.prepare(planned)
-        self._rooms = KVRooms.of(planned, self._layouts, self._policy.score_bytes)
+        self._note_bytes = self._policy.score_bytes if self._only_reads else planned.kv.note_bytes(level)
+        self._rooms = KVRooms.of(planned, self._layouts, self._note_bytes)
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
         self._scores: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
+        self._indices: dict[tuple[int, int], KeyIndex] = {}  # alike
         with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
             self._allocate(held)
             self._held = held.pop_all()
@@ -129,9 +133,11 @@ class KVStore:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, self._in_memory[place])
-            if self._policy.score_bytes:
-                region = self._scores_region(held, layout, traffic.is_beside(*place))
+            region = self._notes_region(held, layout, traffic.is_beside(*place)) if self._note_bytes else None
+            if region is not None and self._policy.score_bytes:
                 self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
+            if self._policy.recall != ALL:
+                self._indices[place] = KeyIndex.over(region, self._policy.recall, self._coding, layout.shape)
 
     def _allocate_one_home(self, held: ExitStack) -> None:
         """One home for all layers and batches: each of them is over before the next one begins."""
@@ -143,13 +149,13 @@ class KVStore:
         self._in_memory.update(dict.fromkeys(self._layouts, home))
         if per_slot:
             largest = max(self._layouts.values(), key=lambda layout: layout.score_bytes(per_slot))
-            region = self._scores_region(held, largest, on_host=False)
+            region = self._notes_region(held, largest, on_host=False)
             for place, layout in self._layouts.items():
                 self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
 
-    def _scores_region(self, held: ExitStack, layout: KVLayout, on_host: bool) -> Tensor:
+    def _notes_region(self, held: ExitStack, layout: KVLayout, on_host: bool) -> Tensor:
         memory = self._memories.host if on_host else self._memories.compute
-        region = memory.alloc(layout.score_bytes(self._policy.score_bytes))
+        region = memory.alloc(layout.score_bytes(self._note_bytes))
         held.callback(memory.free, region)
         return region
 
@@ -162,7 +168,7 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._scores):
+        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._scores, self._indices):
             kept.clear()  # so that a reference to the store keeps no memory alive
 
     def _layout(self, task: Task) -> KVLayout:
@@ -243,8 +249,9 @@ class KVStore:
         """The cache over a region, with its views of the region: both stay as long as this store."""
         place = id(region), task.layer, task.batch
         if place not in self._caches:
-            judge = self._judges.get(task.layer)
-            self._caches[place] = KVCache(self._image(region, task), scores, self._coding, judge=judge, cap=self._cap)
+            judge, index = self._judges.get(task.layer), self._indices.get((task.layer, task.batch))
+            image = self._image(region, task)
+            self._caches[place] = KVCache(image, scores, self._coding, judge=judge, cap=self._cap, index=index)
         cache = self._caches[place]
         cache.replaced = None
         return cache

@@ -1,0 +1,233 @@
+"""Where decode steps attend a share of what is kept, they attend the slots that NumPy chooses, and these alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels import chosen_slots
+from h2o_flexgen.kernels.chosen_slots import Always, choose_slots_twin
+from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.operations import chosen_attention, decode_attention, encode
+from h2o_flexgen.kv import key_index
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.key_index import KeyIndex
+from h2o_flexgen.kv.slots import Coding
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.policies import recall
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.policies.recall import INDEX, attended
+
+Array = NDArray[np.float64]
+HEADS, KV_HEADS, DIM, STEPS, SHARE = 4, 2, 16, 8, 0.25
+LENGTHS = (90, 30, 3, 61)
+FIRST, RECENT = 4, 16  # as documented
+
+
+def in_four_bits(keys: Array) -> Array:
+    """Keys (tokens, dim) as the index has them: whole numbers from 0 to 15 of steps from the least value, both in bfloat16."""
+    found = np.empty_like(keys)
+    for number, key in enumerate(keys):
+        codes = torch.empty(1, 36, dtype=torch.uint8)
+        encode(INDEX, torch.tensor(key[None], dtype=torch.float32), codes)
+        scale, least = (float(codes[0, at : at + 2].view(torch.bfloat16)) for at in (32, 34))
+        found[number] = [(int(codes[0, at % 32]) >> (4 if at >= 32 else 0) & 15) * scale + least for at in range(len(key))]
+        assert np.abs(found[number] - key).max() <= (key.max() - key.min()) / 15 * 0.6
+    return found
+
+
+def chosen_by(q: Array, keys: Array, count: int, sinks: Array | None = None, cap: float | None = None) -> set[int]:
+    """The tokens that the queries (group, dim) of a KV head choose by an index of keys (tokens, dim)."""
+    scores = q @ keys.T / math.sqrt(q.shape[1])
+    scores = scores if cap is None else np.tanh(scores / cap) * cap
+    beside = np.zeros(len(q)) if sinks is None else np.exp(sinks)
+    worth = (np.exp(scores) / (np.exp(scores).sum(1) + beside)[:, None]).sum(0)
+    held = len(keys)
+    always = {*range(min(FIRST, held)), *range(max(0, held - RECENT), held)}
+    others = sorted(set(range(held)) - always, key=lambda token: (-worth[token], token))
+    return always | set(others[: count - len(always)])
+
+
+def outcome(q: Array, keys: Array, values: Array, chosen: set[int], sinks: Array | None, cap: float | None) -> Array:
+    """Attention of the queries (group, dim) of a KV head over the chosen tokens."""
+    own = sorted(chosen)
+    scores = q @ keys[own].T / math.sqrt(q.shape[1])
+    scores = scores if cap is None else np.tanh(scores / cap) * cap
+    beside = np.zeros(len(q)) if sinks is None else np.exp(sinks)
+    shares = np.exp(scores) / (np.exp(scores).sum(1) + beside)[:, None]
+    return shares @ values[own]
+
+
+def texts(seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(length: int, heads: int) -> Tensor:
+        return 2 * torch.randn(length + STEPS, heads, DIM, generator=generator)
+
+    return [(made(length, HEADS), made(length, KV_HEADS), made(length, KV_HEADS)) for length in LENGTHS]
+
+
+def tokens_at(rows: Sequence[tuple[Tensor, Tensor, Tensor]], step: int) -> Iterator[Tensor]:
+    for which in range(3):
+        if step:
+            yield torch.stack([row[which][length + step - 1][None] for row, length in zip(rows, LENGTHS)])
+        else:
+            filled = [row[which][:length] for row, length in zip(rows, LENGTHS)]
+            yield torch.nn.utils.rnn.pad_sequence(filled, batch_first=True, padding_value=3.0)
+
+
+def cache_of(kv_codec: str, capacity: int, cap: float | None = None) -> KVCache:
+    coding, shape = Coding(kv_codec, torch.float32, DIM), (len(LENGTHS), KV_HEADS, capacity)
+    image = torch.full((2, *shape, coding.width), 255 if kv_codec != "plain" else torch.nan).to(coding.kept_dtype)
+    region = torch.full((math.prod(shape) * 36,), 255, dtype=torch.uint8)
+    index = KeyIndex.over(None if kv_codec == INDEX else region, SHARE, coding, shape)
+    return KVCache(image, None, coding, cap=cap, index=index)
+
+
+def run(kv_codec: str = "plain", sinks: Tensor | None = None, cap: float | None = None) -> None:
+    """Compares every decode step of a batch with what NumPy makes of the whole texts."""
+    policy, rows = Full(KVOptions(kv_recall=SHARE)), texts(1)
+    occupancy = policy.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
+    cache = cache_of(kv_codec, occupancy.capacity, cap)
+    coding = Coding(kv_codec, torch.float32, DIM)
+    for step in range(STEPS):
+        now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
+        given = NewTokens(*tokens_at(rows, step), sink_scores=sinks)
+        out = cache.attend(now, given)
+        for row, length in enumerate(LENGTHS if step else ()):
+            held = length + step
+            q, k, v = (one[:held] for one in rows[row])
+            kept_k, kept_v = (coding.decode(coding.encode(one)).double().numpy() for one in (k, v))
+            for head in range(KV_HEADS):
+                group = slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+                own, own_sinks = q[-1, group].double().numpy(), None if sinks is None else sinks[group].double().numpy()
+                index = in_four_bits(kept_k[:, head])
+                count = min(held, max(FIRST + RECENT, ceil(SHARE * held)))
+                chosen = chosen_by(own, index, count, own_sinks, cap)
+                expected = outcome(own, kept_k[:, head], kept_v[:, head], chosen, own_sinks, cap)
+                found = out[row, 0].view(HEADS, DIM)[group].double().numpy()
+                np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kv_codec", ["plain", "group8", "group4"])
+def test_steps_attend_what_their_queries_choose(kv_codec: str) -> None:
+    run(kv_codec)
+
+
+def test_sinks_and_caps_count_in_what_tokens_are_worth() -> None:
+    run(sinks=torch.tensor([3.0, -2.0, 1.0, 5.0]), cap=2.0)
+
+
+# -- faults that these tests find ------------------------------------------------------------------------------------------
+
+Fault = Callable[..., object]
+
+
+@contextmanager
+def of_the_wrong_row() -> Iterator[None]:
+    made = chosen_slots.choose_slots_twin
+
+    def choose(*given: object) -> Tensor:
+        return made(*given).roll(1, 0)  # type: ignore[arg-type]
+
+    with patch.object(key_index, "choose_slots", choose):
+        yield
+
+
+@contextmanager
+def of_the_wrong_head() -> Iterator[None]:
+    made = chosen_slots.choose_slots_twin
+    with patch.object(key_index, "choose_slots", lambda *given: made(*given).flip(1)):
+        yield
+
+
+@contextmanager
+def index_one_token_behind() -> Iterator[None]:
+    def behind(index: KeyIndex, now: KVStep, q: Tensor, keys: Tensor, codes: Tensor) -> Tensor:
+        return codes[: len(keys)]
+
+    with patch.object(KeyIndex, "_with_newest", behind):
+        yield
+
+
+@contextmanager
+def no_recent_tokens() -> Iterator[None]:
+    with patch.object(key_index, "ALWAYS", Always(FIRST, 0)):
+        yield
+
+
+@contextmanager
+def one_token_fewer() -> Iterator[None]:
+    fewer = property(lambda now: (now._lines.attended - 1).clamp(min=1))
+    with patch.object(KVStep, "attended", fewer):
+        yield
+
+
+@pytest.mark.parametrize(
+    "fault", [of_the_wrong_row, of_the_wrong_head, index_one_token_behind, no_recent_tokens, one_token_fewer]
+)
+def test_a_wrong_choice_is_found(fault: Callable[[], object]) -> None:
+    with fault(), pytest.raises(AssertionError):  # type: ignore[attr-defined]
+        run()
+
+
+# -- the choice itself -----------------------------------------------------------------------------------------------------
+
+
+def test_of_equals_the_older_are_chosen_and_what_is_behind_is_0() -> None:
+    q, keys = torch.ones(1, 1, 2, DIM), torch.ones(1, 1, 50, DIM)
+    codes = torch.empty(1, 1, 50, 36, dtype=torch.uint8)
+    encode(INDEX, keys, codes)
+    found = choose_slots_twin(q, KVSlots(codes, INDEX), torch.tensor([40]), torch.tensor([23]), 30, Always(FIRST, RECENT))
+    assert found[0, 0].tolist() == [*range(7), *range(24, 40), *[0] * 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_chosen_slots_is_that_of_the_slots_side_by_side(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, KV_HEADS, 3, DIM, generator=generator).to(dtype)
+    k, v = (torch.randn(2, KV_HEADS, 40, DIM, generator=generator).to(dtype) for _ in range(2))
+    slots = torch.stack([torch.randperm(40, generator=generator)[:9].sort().values for _ in range(2 * KV_HEADS)])
+    slots, counts = slots.view(2, KV_HEADS, 9), torch.tensor([9, 5])
+    mask = torch.where(torch.arange(9) < counts[:, None], 0.0, -torch.inf)[:, None, None]
+    more = More(torch.randn(2, 1, 3 * KV_HEADS, generator=generator), None)
+    taken = [KVSlots(one.gather(2, slots[..., None].expand(-1, -1, -1, DIM))) for one in (k, v)]
+    expected, _ = decode_attention(q, *taken, counts, mask, more, None, 5.0)
+    assert torch.equal(chosen_attention(q, KVSlots(k), KVSlots(v), slots, counts, mask, more, 5.0), expected)
+
+
+def test_a_share_is_rounded_up_and_never_less_than_the_tokens_that_always_count() -> None:
+    assert [attended(0.1, held) for held in (1, 20, 21, 200, 201, 290, 291, 300)] == [1, 20, 20, 20, 21, 29, 30, 30]
+    assert [attended(0.07, held) for held in (100, 300, 1000)] == [20, 21, 70]
+    assert (recall.FIRST, recall.RECENT, attended(1, 777)) == (FIRST, RECENT, 777)
+
+
+def test_rows_that_move_up_take_their_index_along() -> None:
+    policy, rows = Full(KVOptions(kv_recall=SHARE)), texts(2)
+    batch = Batch(tuple(range(len(LENGTHS))), LENGTHS)
+    occupancy = policy.occupancy(batch, STEPS)
+    cache = cache_of("plain", occupancy.capacity)
+    cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, torch.device("cpu")), NewTokens(*tokens_at(rows, 0)))
+    kept = [3, 1]
+    assert cache._index is not None and cache._index.codes is not None
+    before = cache._index.codes[:, :, :30].clone()
+    cache.keep_rows(kept, max(LENGTHS))
+    assert torch.equal(cache._index.codes[:2, :, :30], before[kept])
+    part = cache.part(slice(1, 2))
+    assert part._index is not None and part._index.codes is not None
+    assert torch.equal(part._index.codes[0, :, :30], before[1])
+    assert replace(part._index, codes=None).kind != part._index.kind

@@ -1,0 +1,201 @@
+"""Plans under which decode steps attend a share of what is kept: each says what the resident loop says with the same choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
+from h2o_flexgen.core.buffer_layout import region_bytes
+from h2o_flexgen.core.site import HOST, Site
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.scoring import way_of
+from h2o_flexgen.formats.kernel_table import INT8, TORCH
+from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kv.key_index import KeyIndex
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.schedule.ops import Key, Op
+from tests import test_conversation, test_stream
+from tests.helpers import tiny
+from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
+from tests.kernels.variants import used
+from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
+from tests.test_shared_prefixes import hold_contract as hold_contract_of_prefixes
+
+LENGTHS, HALF = (45, 62, 30, 51), (("kv_recall", 0.5),)
+IN_MEMORY = (0, 40, 100, 0, 0, 50)  # KV alone, which is attended where it lies
+USUAL = Case("llama-gqa", lengths=LENGTHS, gen_len=5, policy=HALF)
+CASES = (
+    USUAL,
+    replace(USUAL, kind="opt", percent=IN_MEMORY, gpu_batch_size=4, num_gpu_batches=1, prefill_tokens=12),
+    replace(USUAL, kind="qwen3", kv_codec="group4", weight_codec="group4", compute=INT8, sep_layer=False),
+    replace(USUAL, kind="llama-gqa", kv_codec="group8", percent=IN_MEMORY, schedule="row_by_row", dtype="bfloat16"),
+    replace(USUAL, kind="gpt-oss-far", buffers=1),
+    replace(USUAL, kind="gemma2", gpu_batch_size=1, num_gpu_batches=4),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plans_equal_the_resident_loop_with_the_same_choice(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    hold_contract(case, checkpoints, offload)
+
+
+def test_the_choice_matters_and_all_of_it_is_the_full_cache_bit_for_bit(checkpoints: Checkpoints, offload: Path) -> None:
+    full = replace(USUAL, policy=())
+    whole = replace(USUAL, policy=(("kv_recall", 1.0),))
+    with whole.open(checkpoints, offload) as llm, patch.object(KeyIndex, "over", side_effect=AssertionError):
+        compare(full, checkpoints, *generate_with(llm, full))
+    chosen, every = (checkpoints.resident_logits(case, case.batches()[0]) for case in (USUAL, full))
+    assert torch.equal(chosen[0], every[0]), "prompts are attended whole"
+    assert not torch.equal(chosen[1], every[1])
+
+
+def test_torch_does_without_kernels_what_they_do(checkpoints: Checkpoints, offload: Path) -> None:
+    with USUAL.open(checkpoints, offload) as llm:
+        wanted, _ = generate_with(llm, USUAL)
+    with used(TORCH), USUAL.open(checkpoints, offload) as llm:
+        assert [one.token_ids for one in generate_with(llm, USUAL)[0]] == [one.token_ids for one in wanted]
+
+
+# -- rows that come and go, texts that live on, prefixes -------------------------------------------------------------------
+
+COMING = replace(USUAL, lengths=(45, 30, 62, 25, 38, 51, 28, 33), gpu_batch_size=2)
+GROWTH = (4, 1, 6, 3, 5, 2, 3, 1)
+
+
+def test_rows_that_come_and_go_choose_as_they_do_alone(checkpoints: Checkpoints, offload: Path) -> None:
+    test_stream.hold_contract(COMING, GROWTH, checkpoints, offload)
+
+
+def test_turns_of_a_conversation_choose_of_all_before_them(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", policy=(("kv_recall", 0.7),), prefill_tokens=4)
+    with patch.object(test_conversation, "TURNS", [[*turn, *turn[::-1]] for turn in test_conversation.TURNS]):
+        test_conversation.hold_contract(case, checkpoints, offload)
+
+
+@dataclass(frozen=True)
+class LongBehind(SharedCase):
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        random = Random(5)
+        return [[*prompt, *(random.randrange(tiny.VOCAB) for _ in range(30))] for prompt in super().prompts]
+
+
+def test_rows_attend_what_they_share_whole_and_choose_of_their_own(checkpoints: Checkpoints, offload: Path) -> None:
+    case = LongBehind("llama-gqa", own=OWN[:8], growth=LITTLE_GROWTH, policy=HALF)
+    assert case.plan.answers_depend_on_prefixes
+    hold_contract_of_prefixes(case, checkpoints, offload)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "percent", "said"),
+    [
+        ({}, (100, 0, 0, 0, 100, 0), "with KV that is brought from another tier; keep all KV in memory (percent)"),
+        ({}, (100, 0, 50, 0, 100, 0), "with KV that is brought from another tier"),
+        ({"kind": "deepseek-v3"}, None, "with keys that have their values in them; take another model"),
+        ({"kind": "bloom"}, None, "with keys that say where they stand; take another model"),
+        ({"kind": "lfm2"}, None, "with rows that have a state; take another model"),
+        ({"kind": "mistral-near"}, None, "with windows in all layers, which are read whole; take another model"),
+        ({"device": "pretended"}, None, "with an accelerator; compute on the CPU"),
+    ],
+)
+def test_what_is_not_done_yet_is_refused_in_one_line(
+    options: dict[str, str],
+    percent: tuple[float, ...] | None,
+    said: str,
+    checkpoints: Checkpoints,
+    offload: Path,
+    pretended: None,
+) -> None:
+    case = replace(USUAL, **({"percent": percent} if percent else {}), **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError) as refused, case.open(checkpoints, offload) as llm:
+        llm.generate(case.prompts)
+    assert said in str(refused.value) and "kv_recall 0.5" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def planned(checkpoints: Checkpoints, share: float, kv_codec: str = PLAIN) -> WorkloadPlan:
+    plan = Plan.create(kv_recall=share, kv_codec=kv_codec).at(Site())
+    return WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((400,) * 4, 9), Site())
+
+
+def test_the_index_is_promised_and_what_is_read_is_priced(checkpoints: Checkpoints) -> None:
+    all_of_it, chosen = planned(checkpoints, 1), planned(checkpoints, 0.1)
+    spec, slots = all_of_it.spec, 4 * 408
+    kept, index = (own.footprint.parts[HOST].get("KV notes", 0) for own in (all_of_it, chosen))
+    of_layer = region_bytes(slots * spec.kv_heads * 36)  # a group of 64 values in 4 bits, though a head has fewer
+    assert (kept, index) == (0, len(spec.kv_layers) * of_layer)
+    assert not planned(checkpoints, 0.1, "group4").footprint.parts[HOST].get("KV notes", 0), "keys are their own index"
+    each = [Cost(own.blocks.first) for own in (all_of_it, chosen)]
+    (layer, *_), held = spec.kv_layers, 4 * 401
+    full, read = (cost.bytes_to_read(cost.by_level(Key(Op.COMPUTE, 1, layer, 0))[0]) for cost in each)
+    assert full == held * spec.kv_bytes_per_slot
+    assert read == 4 * 41 * spec.kv_bytes_per_slot + held * spec.kv_heads * 36
+    assert each[1].op_bytes() == each[0].op_bytes()
+
+
+def test_a_report_says_what_steps_attend(checkpoints: Checkpoints) -> None:
+    line = KeptByPolicy(planned(checkpoints, 0.1))._line()
+    assert line.startswith(
+        "full (kv_recall 0.1) keeps all 408 tokens of a row; a step attends 41 of them, which its query chooses"
+    )
+    assert "by an index of keys" in line
+    packed = KeptByPolicy(planned(checkpoints, 0.1, "group4"))._line()
+    assert packed.endswith("which its query chooses by their keys, which are packed")
+
+
+def test_texts_are_not_scored_in_one_pass_where_steps_choose() -> None:
+    plan = Plan.create(kv_recall=0.1)
+    assert way_of(plan, None) == "decode" and way_of(Plan.create(kv_recall=1), None) == "prefill"
+    with pytest.raises(ValueError, match=r"kv_recall 0\.1 cannot be scored by 'prefill'"):
+        way_of(plan, "prefill")
+
+
+# -- faults that these tests find ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def rows_leave_their_index_behind() -> Iterator[None]:
+    with patch.object(KeyIndex, "copy_row", lambda *_: None):
+        yield
+
+
+@contextmanager
+def one_index_for_all_layers() -> Iterator[None]:
+    made, known = KeyIndex.over, dict[object, KeyIndex]()
+
+    def over(region: torch.Tensor | None, *given: object) -> KeyIndex:
+        return known.setdefault(given, made(region, *given))  # type: ignore[arg-type]
+
+    with patch.object(KeyIndex, "over", over):
+        yield
+
+
+@contextmanager
+def counts_of_the_step_before() -> Iterator[None]:
+    with patch.object(KVStep, "attended", property(lambda now: (now.counts // 2).clamp(min=1))):
+        yield
+
+
+@pytest.mark.parametrize("fault", [rows_leave_their_index_behind, one_index_for_all_layers, counts_of_the_step_before])
+def test_what_goes_wrong_in_the_engine_is_found(fault: Callable[[], object], checkpoints: Checkpoints, offload: Path) -> None:
+    case = COMING
+    for row, grown in enumerate(GROWTH):  # before the fault is there
+        checkpoints.resident_logits(replace(case, gen_len=grown), (row,))
+    with case.open(checkpoints, offload) as llm, fault():  # type: ignore[attr-defined]
+        completions = test_stream.streamed(llm, test_stream.requests_of(case, GROWTH))
+    with pytest.raises(AssertionError):
+        test_stream.compare_each_alone(case, GROWTH, checkpoints, completions)
