@@ -279,28 +279,31 @@ def test_what_cannot_be_held_to_is_refused_before_anything_is_computed(llm: LLM)
 
 
 def hold_random_schemas(llm: LLM, seeds: Sequence[int], max_tokens: int, least: float) -> None:
-    """Of each schema a text, greedy or drawn. At least such a share of them ends."""
-    schemas = [random_schema(Random(seed)) for seed in seeds]
+    """Of each schema a text, greedy or drawn. At least such a share of them ends, and nearly all that cannot be long."""
+    are_bounded = [seed % 2 == 0 for seed in seeds]
+    schemas = [random_schema(Random(seed), is_bounded) for seed, is_bounded in zip(seeds, are_bounded)]
     params = [held(max_tokens, json=own, temperature=seed % 3 / 2) for seed, own in zip(seeds, schemas)]
     requests = [Request(PROMPTS[seed % 5], own) for seed, own in zip(seeds, params)]
-    ended = 0
+    ended = []
     for one in llm.generate_stream(requests, seed=1):
         if one.finish_reason == "stop":
             validated(schemas[one.index], one.text)
-            ended += 1
-    assert ended >= least * len(seeds), ended
+            ended.append(are_bounded[one.index])
+    assert len(ended) >= least * len(seeds), len(ended)
+    assert sum(ended) >= 0.9 * sum(are_bounded), sum(ended)
 
 
 def test_what_ends_of_random_schemas_validates(llm: LLM) -> None:
-    hold_random_schemas(llm, range(36), max_tokens=50, least=0.6)
+    hold_random_schemas(llm, range(36), max_tokens=70, least=0.6)
 
 
 @pytest.mark.slow
 @pytest.mark.fuzz
-@pytest.mark.parametrize(("model", "least"), [("demo", 0.7), pytest.param("smollm2", 0.7, marks=pytest.mark.smollm2)])
-def test_what_ends_of_a_thousand_random_schemas_validates(model: str, least: float) -> None:
+@pytest.mark.parametrize("model", ["demo", pytest.param("smollm2", marks=pytest.mark.smollm2)])
+def test_what_ends_of_a_thousand_random_schemas_validates(model: str) -> None:
+    """A small model writes numbers, and names that a schema leaves open, until it has no token left."""
     with LLM(model, dtype="float32", gpu_batch_size=64, num_gpu_batches=1) as opened:
-        hold_random_schemas(opened, range(1000), max_tokens=120, least=least)
+        hold_random_schemas(opened, range(1000), max_tokens=120, least=0.7)
 
 
 @pytest.mark.smollm2

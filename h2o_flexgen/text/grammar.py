@@ -102,8 +102,15 @@ JSON_OPTIONS: Mapping[str, object] = {
     "whitespace_flexible": True,
     "whitespace_pattern": BLANKS,
 }
+_LEAP = "(0[48]|[2468][048]|[13579][26])"  # hundreds, or years of one that is none of these
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_MONTHS = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])"
+DAY = f"(([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29|{_YEAR}-({_MONTHS}))"
+DAYS = {"date": f"^{DAY}$", "date-time": f"^{DAY}[Tt]"}  # formats -> what their texts match
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 NO_DETAILS = "<non-verbose/>"  # behind errors of the library
 NO_TOKEN = "NoExtension"  # in the error of the library where nothing may come
+TOO_DEEP, NESTED = "recursion limit exceeded", "is nested too deeply; make it flatter"  # as the library says it, and as here
 TRIED_TOKENS = 3  # at the beginning of a text
 LONGEST_REASON = 200  # characters
 TITLES = {
@@ -156,7 +163,10 @@ class Grammars:
         with self._making:
             tokens = self.tokens
         began = perf_counter()
-        found = _matcher(asked, tokens)
+        try:
+            found = _matcher(asked, tokens)
+        except RecursionError:
+            raise NotHeld(asked, NESTED) from None
         seconds = perf_counter() - began
         if seconds > WORTH_SAYING_SECONDS:
             what = f"{TITLES[asked.kind]} {shown(_written(asked))}"
@@ -207,6 +217,8 @@ def _advice(error: str) -> str:
     """What is wrong with a grammar, in one line."""
     if unsupported := UNSUPPORTED.search(error):
         return f"has keywords that are not supported: {unsupported[1]}; leave them out"
+    if TOO_DEEP in error:
+        return NESTED
     reasons = REASON.findall(error)
     return f"is refused ({reasons[-1] if reasons else _in_short(error)}); mend it"
 
@@ -266,7 +278,7 @@ def _in_library(asked: StructuredOutputsParams) -> str:
             raise NotHeld(asked, _advice(str(error))) from error
     options: Any = json_options(asked)
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(as_object(asked.schema)), overrides=options)
+        return LLMatcher.grammar_from_json_schema(json.dumps(for_library(asked.schema)), overrides=options)
     except ValueError as error:  # nested too deeply
         raise NotHeld(asked, _advice(str(error))) from error
 
@@ -287,12 +299,38 @@ def _as_expression(text: str) -> str:
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):X}}}" for each in text)
 
 
-def as_object(schema: object) -> Mapping[str, object]:
-    """The schema, of which the library wants that it is an object."""
+def for_library(schema: object) -> Mapping[str, object]:
+    """The schema as the library wants it: an object, of which dates are days that there are."""
     if isinstance(schema, bool):
         return {} if schema else {"not": {}}
     assert isinstance(schema, Mapping), "read when it was made"
-    return schema
+    return _with_real_days(schema)
+
+
+def _with_real_days(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """The schema with a pattern beside each format that has a day in it: to the library 0000-02-29 is a date."""
+    found = {name: _within(name, value) for name, value in schema.items()}
+    kind = schema.get("format")
+    pattern = DAYS.get(kind) if isinstance(kind, str) else None
+    if pattern is None:
+        return found
+    if "pattern" not in found:
+        return {**found, "pattern": pattern}
+    others = found.get("allOf")
+    return {**found, "allOf": [*(others if isinstance(others, list) else ()), {"pattern": pattern}]}
+
+
+def _within(name: str, value: object) -> object:
+    """What stands in a schema under this name, with the same done to all schemas in it."""
+    if name in ("const", "enum", "default", "examples"):
+        return value
+    if isinstance(value, list):
+        return [_with_real_days(one) if isinstance(one, Mapping) else one for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    if name in NAMED_SCHEMAS:
+        return {key: _with_real_days(one) if isinstance(one, Mapping) else one for key, one in value.items()}
+    return _with_real_days(value)
 
 
 # -- a row -------------------------------------------------------------------------------------------------------------------

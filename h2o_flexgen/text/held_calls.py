@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 from h2o_flexgen.text.answer_forms import AFTER_NAMES, NAME_ENDS, AnswerForm, MarkedForm
-from h2o_flexgen.text.grammar import JSON_OPTIONS, NotHeld, as_object, json_options
+from h2o_flexgen.text.grammar import JSON_OPTIONS, NotHeld, for_library, json_options
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.text.tools import TOOLS, Tool, ToolUse
 
@@ -67,7 +67,7 @@ class _Grammar:
             yield f"start: {before}{self._text_with_calls}"
         else:
             yield f"start: {before}({self._all_calls} | otherwise)"
-            yield f"otherwise: %json {_written(as_object(self.otherwise.schema), json_options(self.otherwise))}"
+            yield f"otherwise: %json {_written(self.otherwise.schema, json_options(self.otherwise))}"
         if self.thoughts is not None:
             yield f"thoughts: {self._mark(self.thoughts.opens)} thought"
             yield "thought: thought_text BLANKS"
@@ -123,9 +123,9 @@ class _Grammar:
         return json.dumps(text) if special is None else f"<[{special}]>"
 
 
-def _written(schema: Mapping[str, object], options: Mapping[str, object]) -> str:
+def _written(schema: object, options: Mapping[str, object]) -> str:
     """A schema as it stands in a grammar."""
-    text = json.dumps({**schema, "x-guidance": options})
+    text = json.dumps({**for_library(schema), "x-guidance": options})
     for sign, escaped in SIGNS.items():
         text = text.replace(sign, escaped)
     return text

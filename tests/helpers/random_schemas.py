@@ -4,105 +4,103 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from random import Random
 
 from jsonschema import Draft202012Validator
 
 Schema = Mapping[str, object]
 NAMES = ("name", "age", "née", "a b", "x", 'quo"te', "items")
-PATTERNS = ("^[a-z]{1,4}$", "^[A-Z][a-z]*[0-9]{2}$", "(red|green)", "^[^ ]{2,5}$")
-FORMATS = ("date", "time", "date-time", "ipv4", "uuid", "email")
+BOUNDED_PATTERNS = ("^[a-z]{1,4}$", "^[0-9]{1,4}\\.[0-9]{2}$", "^(red|green)$", "^[^ ]{2,5}$")
+PATTERNS = (*BOUNDED_PATTERNS, "^[A-Z][a-z]*[0-9]{2}$", "(red|green)")
+BOUNDED_FORMATS = ("date", "ipv4", "uuid")
+FORMATS = (*BOUNDED_FORMATS, "time", "date-time", "email")
 
 
-def random_schema(random: Random) -> Schema:
-    """A schema of which texts are short."""
-    if random.random() < 0.9:
-        return _nested(random, 2)
-    either = [{"$ref": "#/$defs/one"}, {"type": "null"}, {"$ref": "#"}]
-    return {
-        "$defs": {"one": _nested(random, 1)},
-        "type": "array",
-        "items": {"anyOf": either[: random.randint(2, 3)]},
-        "maxItems": 3,
-    }
+def random_schema(random: Random, is_bounded: bool = False) -> Schema:
+    """A schema of which texts are short. `is_bounded`: none of them can be long, as digits or names without end would be."""
+    return _Drawn(random, is_bounded).whole()
 
 
-def _nested(random: Random, depth: int) -> Schema:
-    """A schema in which others are nested at most so deep."""
-    kinds = [_integer, _number, _string, _enum, _const, _truth, _pattern, _format, _several]
-    kinds += [_object, _object, _object, _array, _tuple, _any_of] if depth else []
-    return random.choice(kinds)(random, depth)
+@dataclass(frozen=True)
+class _Drawn:
+    random: Random
+    is_bounded: bool
 
+    def whole(self) -> Schema:
+        if self.random.random() < 0.9:
+            return self.nested(2)
+        either = [{"$ref": "#/$defs/one"}, {"type": "null"}, {"$ref": "#"}]
+        return {
+            "$defs": {"one": self.nested(1)},
+            "type": "array",
+            "items": {"anyOf": either[: 2 if self.is_bounded else self.random.randint(2, 3)]},
+            "maxItems": 3,
+        }
 
-def _integer(random: Random, depth: int) -> Schema:
-    least = random.randint(-200, 200)
-    bounds = random.choice(({"minimum": least}, {"minimum": least, "maximum": least + random.randint(0, 999)}, {}))
-    exclusive = {"exclusiveMaximum": least + 1000} if random.random() < 0.3 else {}
-    steps = {"multipleOf": random.choice((2, 5, 7))} if random.random() < 0.3 and not bounds else {}
-    return {"type": "integer", **bounds, **exclusive, **steps}
+    def nested(self, depth: int) -> Schema:
+        """A schema in which others are nested at most so deep."""
+        kinds = [self.integer, self.string, self.enum, self.const, self.truth, self.pattern, self.format]
+        kinds += [] if self.is_bounded else [self.number, self.several]
+        of_others = [self.object, self.object, self.object, self.array, self.tuple, self.any_of] if depth else []
+        place = self.random.randrange(len(kinds) + len(of_others))
+        return kinds[place]() if place < len(kinds) else of_others[place - len(kinds)](depth)
 
+    def integer(self) -> Schema:
+        random, least = self.random, self.random.randint(-200, 200)
+        both = {"minimum": least, "maximum": least + random.randint(0, 999)}
+        bounds = both if self.is_bounded else random.choice(({"minimum": least}, both, {}))
+        exclusive = {"exclusiveMaximum": least + 1000} if random.random() < 0.3 else {}
+        steps = {"multipleOf": random.choice((2, 5, 7))} if random.random() < 0.3 and not bounds else {}
+        return {"type": "integer", **bounds, **exclusive, **steps}
 
-def _number(random: Random, depth: int) -> Schema:
-    least = random.uniform(-5, 5)
-    return {"type": "number", **random.choice(({"minimum": least, "maximum": least + 3.5}, {"exclusiveMinimum": 0}, {}))}
+    def number(self) -> Schema:
+        least = self.random.uniform(-5, 5)
+        bounds = self.random.choice(({"minimum": least, "maximum": least + 3.5}, {"exclusiveMinimum": 0}, {}))
+        return {"type": "number", **bounds}
 
+    def string(self) -> Schema:
+        least = self.random.randint(0, 3)
+        return {"type": "string", "minLength": least, "maxLength": least + self.random.randint(0, 8)}
 
-def _string(random: Random, depth: int) -> Schema:
-    least = random.randint(0, 3)
-    return {"type": "string", "minLength": least, "maxLength": least + random.randint(0, 8)}
+    def enum(self) -> Schema:
+        values = ("red", "é", 'a"b\\c', 1, 2.5, None, True, {"a": [1]}, "日本")
+        return {"enum": self.random.sample(values, self.random.randint(1, 4))}
 
+    def const(self) -> Schema:
+        return {"const": self.random.choice(("fixed", 7, None, {"a": {"b": [True, "c"]}}))}
 
-def _enum(random: Random, depth: int) -> Schema:
-    return {"enum": random.sample(("red", "é", 'a"b\\c', 1, 2.5, None, True, {"a": [1]}, "日本"), random.randint(1, 4))}
+    def truth(self) -> Schema:
+        return {"type": self.random.choice(("boolean", "null"))}
 
+    def pattern(self) -> Schema:
+        return {"type": "string", "pattern": self.random.choice(BOUNDED_PATTERNS if self.is_bounded else PATTERNS)}
 
-def _const(random: Random, depth: int) -> Schema:
-    return {"const": random.choice(("fixed", 7, None, {"a": {"b": [True, "c"]}}))}
+    def format(self) -> Schema:
+        return {"type": "string", "format": self.random.choice(BOUNDED_FORMATS if self.is_bounded else FORMATS)}
 
+    def several(self) -> Schema:
+        return {"type": self.random.sample(("integer", "boolean", "null"), 2)}
 
-def _truth(random: Random, depth: int) -> Schema:
-    return {"type": random.choice(("boolean", "null"))}
+    def object(self, depth: int) -> Schema:
+        names = self.random.sample(NAMES, self.random.randint(0, 4))
+        required = [name for name in names if self.random.random() < 0.6]
+        is_open = not self.is_bounded and self.random.random() < 0.25
+        more = {"additionalProperties": {"const": 0} if is_open else False}
+        properties = {name: self.nested(depth - 1) for name in names}
+        return {"type": "object", "properties": properties, "required": required, **more}
 
+    def array(self, depth: int) -> Schema:
+        least = self.random.randint(0, 2)
+        bounds = {"minItems": least, "maxItems": least + self.random.randint(0, 2)}
+        return {"type": "array", "items": self.nested(depth - 1), **bounds}
 
-def _pattern(random: Random, depth: int) -> Schema:
-    return {"type": "string", "pattern": random.choice(PATTERNS)}
+    def tuple(self, depth: int) -> Schema:
+        items = [self.nested(depth - 1) for _ in range(self.random.randint(1, 3))]
+        return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
 
-
-def _format(random: Random, depth: int) -> Schema:
-    return {"type": "string", "format": random.choice(FORMATS)}
-
-
-def _several(random: Random, depth: int) -> Schema:
-    return {"type": random.sample(("integer", "boolean", "null"), 2)}
-
-
-def _object(random: Random, depth: int) -> Schema:
-    names = random.sample(NAMES, random.randint(0, 4))
-    required = [name for name in names if random.random() < 0.6]
-    more: Mapping[str, object] = random.choice(
-        ({"additionalProperties": False},) * 3 + ({"additionalProperties": {"const": 0}},)
-    )
-    properties = {name: _nested(random, depth - 1) for name in names}
-    return {"type": "object", "properties": properties, "required": required, **more}
-
-
-def _array(random: Random, depth: int) -> Schema:
-    least = random.randint(0, 2)
-    return {
-        "type": "array",
-        "items": _nested(random, depth - 1),
-        "minItems": least,
-        "maxItems": least + random.randint(0, 2),
-    }
-
-
-def _tuple(random: Random, depth: int) -> Schema:
-    items = [_nested(random, depth - 1) for _ in range(random.randint(1, 3))]
-    return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-
-
-def _any_of(random: Random, depth: int) -> Schema:
-    return {"anyOf": [_nested(random, depth - 1) for _ in range(random.randint(1, 3))]}
+    def any_of(self, depth: int) -> Schema:
+        return {"anyOf": [self.nested(depth - 1) for _ in range(self.random.randint(1, 3))]}
 
 
 def validated(schema: Schema, text: str) -> object:

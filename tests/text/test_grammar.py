@@ -173,6 +173,32 @@ def test_a_name_of_a_schema_has_one_way_to_be_written(tokenizer: Tokenizer) -> N
     assert not any(map(held.holds, ('{"b/c":1,"\\u0061":2}', '{"b/c":1,"b\\/c":2}', '{"b/c":1,"a":2}')))
 
 
+DAYS = ("0001-01-01", "0004-02-29", "1900-02-28", "2000-02-29", "2024-02-29", "2023-12-31", "9999-04-30")
+NO_DAYS = ("0000-10-20", "0000-02-29", "1900-02-29", "2023-02-29", "2024-02-30", "2023-04-31", "2023-13-01", "2023-00-10")
+
+
+@pytest.mark.parametrize(
+    ("schema", "around"),
+    [
+        ({"type": "string", "format": "date"}, '"{}"'),
+        ({"type": "string", "format": "date", "pattern": "-"}, '"{}"'),
+        ({"format": "date", "pattern": "-", "allOf": [{"maxLength": 10}]}, '"{}"'),
+        ({"type": "string", "format": "date-time"}, '"{}t12:00:00Z"'),
+        ({"items": {"$ref": "#/$defs/format"}, "$defs": {"format": {"format": "date"}}}, '[true,"{}"]'),
+        ({"properties": {"const": {"anyOf": [{"format": "date", "type": "string"}]}}}, '{{"const":"{}"}}'),
+    ],
+)
+def test_days_are_those_that_there_are(schema: dict[str, Any], around: str, of_words: Tokenizer) -> None:
+    held = of_words.grammars.constraint(asked(json=schema), [])
+    assert [day for day in (*DAYS, *NO_DAYS) if held.holds(around.format(day))] == [*DAYS]
+
+
+def test_a_value_that_looks_like_a_schema_is_a_value(of_words: Tokenizer) -> None:
+    value = {"format": "date", "properties": {"format": "date"}}
+    held = of_words.grammars.constraint(asked(json={"anyOf": [{"const": value}, {"enum": [[value]]}]}), [])
+    assert held.holds(json.dumps(value)) and held.holds(json.dumps([value]))
+
+
 def test_what_is_drawn_from_random_schemas_validates(of_words: Tokenizer) -> None:
     ended = 0
     for seed in range(40):
@@ -215,7 +241,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = (
     ({"grammar": "wibble"}, "Expected ::= at line 1"),
     ({"regex": "(" * 20_000 + "a" + ")" * 20_000}, "exceed the maximum number of nested parentheses"),
     ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "too deeply nested"),
-    ({"json": '{"items":' * 400 + "{}" + "}" * 400}, "recursion limit exceeded"),
+    *(({"json": '{"items":' * deep + "{}" + "}" * deep}, "is nested too deeply; make it flatter") for deep in (200, 400, 800)),
     ({"regex": "a" * (1 << 20) + "a"}, "has more than 1048576 characters; give a shorter one"),
 )
 
