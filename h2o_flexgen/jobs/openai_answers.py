@@ -22,7 +22,7 @@ from h2o_flexgen.jobs.line_fields import EmbeddingForm, LabelForm
 from h2o_flexgen.jobs.pooling_fields import CLASSIFY, RERANK, SCORE
 from h2o_flexgen.sampling.completion import AnswerMessage, Completion, Output, StepLogprobs, TokenLogprob
 from h2o_flexgen.sampling.pooling import Classification, Ranked, best_first
-from h2o_flexgen.text.answer_reader import AnswerReading
+from h2o_flexgen.text.answer_reader import AnswerReading, identity_of
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import TextPair
 from h2o_flexgen.text.tokenizer import Tokenizer
@@ -157,8 +157,7 @@ class Answers:
         end = self._end(line, completion, output)
         if not line.is_chat:
             return {"index": index, **self._choice(line, completion, output), **end}
-        ids = blake2b(repr(completion.prompt_token_ids).encode(), digest_size=12).hexdigest()  # a conversation has an id once
-        message = self.message(line, completion, output, f"{name} {ids} {index}")
+        message = self.message(line, completion, output, self.identity(line, name, completion.prompt_token_ids, index))
         if message.tool_calls and output.finish_reason == STOP:
             end["finish_reason"] = TOOL_CALLS
         logprobs = None if output.logprobs is None else self.chat_logprobs(output.logprobs)
@@ -166,6 +165,11 @@ class Answers:
 
     def message(self, line: Line, completion: Completion, output: Output, identity: str) -> AnswerMessage:
         return self.reading(line, completion.prompt).message(output.text, output.finish_reason != STOP, identity)
+
+    def identity(self, line: Line, name: str, prompt: Sequence[int], index: int) -> str:
+        """What the ids of calls are made of. A request with a seed has the same each time, as its answer is the same."""
+        seed = line.options.params.seed
+        return identity_of(name if seed is None else f"seed {seed}", prompt, index)
 
     def reading(self, line: Line, prompt: str | None) -> AnswerReading:
         """How answers to this chat are read."""

@@ -20,6 +20,7 @@ from h2o_flexgen.server.body_fields import CompletionsRequest
 from h2o_flexgen.server.desk import RequestListener
 from h2o_flexgen.server.problems import ApiProblem
 from h2o_flexgen.text.answer_reader import AnswerPart, AnswerReader, CallPart, SaidPart, ThoughtPart
+from h2o_flexgen.text.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class AnswerChunks:
     created: int
     asked: CompletionsRequest
     echoes: Sequence[str]  # prompts as they are echoed
-    prompts: Sequence[str | None]
+    prompts: Sequence[Prompt]
     _offsets: Counter[int] = field(default_factory=Counter)  # characters of each completion, for its log-probabilities
     _readers: dict[int, AnswerReader] = field(default_factory=dict)  # of completions of chats
 
@@ -194,8 +195,9 @@ class AnswerChunks:
 
     def _reader(self, index: int) -> AnswerReader:
         if index not in self._readers:
-            reading = self.answers.reading(self._line(index), self.prompts[index // self.asked.completions])
-            self._readers[index] = reading.reader(f"{self.name} {index}")
+            line, prompt = self._line(index), self.prompts[index // self.asked.completions]
+            identity = self.answers.identity(line, self.name, prompt.ids, index)
+            self._readers[index] = self.answers.reading(line, prompt.text).reader(identity)
         return self._readers[index]
 
     def _logprobs(self, line: Line, index: int, piece: TokenPiece) -> Said | None:

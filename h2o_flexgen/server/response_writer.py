@@ -15,6 +15,7 @@ from h2o_flexgen.server.answer_chunks import TokenPiece, WholeAnswer, as_event
 from h2o_flexgen.server.problems import ApiProblem
 from h2o_flexgen.server.response_fields import INSTRUCTIONS, MOST, REASONING, TEXT, ResponseRequest
 from h2o_flexgen.text.answer_reader import AnswerPart, ArgumentsPart, CallPart, SaidPart
+from h2o_flexgen.text.prompts import Prompt
 from h2o_flexgen.text.tools import CHOICE, PARALLEL, TOOLS
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
@@ -84,7 +85,7 @@ class ResponseWriter:
     name: str
     created: int
     asked: ResponseRequest
-    prompt: str | None
+    prompt: Prompt
     _items: list[OutputItem] = field(default_factory=list)
     _is_cut: bool = False
     _numbers: Iterator[int] = field(default_factory=count)
@@ -92,7 +93,8 @@ class ResponseWriter:
     last: ClassVar[bytes] = b""
 
     def __post_init__(self) -> None:
-        self._reader = self.answers.reading(self._line, self.prompt).reader(self.name)
+        identity = self.answers.identity(self._line, self.name, self.prompt.ids, 0)
+        self._reader = self.answers.reading(self._line, self.prompt.text).reader(identity)
 
     @property
     def _line(self) -> Line:

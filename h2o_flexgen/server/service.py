@@ -29,6 +29,7 @@ from h2o_flexgen.server.listening import Limits, read_body
 from h2o_flexgen.server.problems import TOO_LONG, ApiProblem, Refused, bad_request, ending
 from h2o_flexgen.server.response_fields import ResponseRequest, read_response
 from h2o_flexgen.server.response_writer import ResponseWriter
+from h2o_flexgen.text.prompts import Prompt
 
 CLIENT_HAS_GONE = 499  # as other servers log it; no client reads it
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # so that chunks pass proxies as they come
@@ -40,7 +41,7 @@ class Order:
 
     asked: CompletionsRequest
     echoes: Sequence[str]  # prompts as they are echoed
-    prompts: Sequence[str | None]
+    prompts: Sequence[Prompt]
     arrivals: Sequence[Arrival]
     name: str
     created: int  # seconds since 1970
@@ -86,7 +87,7 @@ class Service:
         listeners = [exchange.listener(place, asked.is_streamed) for place in range(len(requests))]
         arrivals = self._handed_in([*zip(requests, listeners)], asked)
         echoes = [self._echo(line, request) for line, request in zip(asked.lines, requests)]
-        prompts = [prompt_of(request).text for request in requests]
+        prompts = [*map(prompt_of, requests)]
         return Order(asked, echoes, prompts, arrivals, uuid.uuid4().hex, int(time.time()))
 
     def _request(self, place: int, line: Line, asked: CompletionsRequest) -> Request:

@@ -3,12 +3,12 @@ into pieces, the parts joined are the same. A mark is never handed out, nor is h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TypeAlias
 
-from h2o_flexgen.sampling.completion import AnswerMessage, Completion, ToolCall
+from h2o_flexgen.sampling.completion import AnswerMessage, Completion, Output, ToolCall
 from h2o_flexgen.text.answer_forms import AFTER_NAMES, BLANKS, ID_LENGTH, AnswerForm, CallObject, NamedArguments, WrittenCall
 
 
@@ -78,16 +78,25 @@ def message_of(parts: Iterable[AnswerPart]) -> AnswerMessage:
     return AnswerMessage(None if not said and (thought or found) else said, thought or None, found)
 
 
+def identity_of(request: int | str, prompt: Sequence[int], number: int) -> str:
+    """What the ids of an answer's calls are made of: its request, the tokens of its prompt, and its number among the answers to
+    it. A conversation never has a prompt twice, so the ids of a turn are not those of earlier ones."""
+    return _digest(f"{request} {tuple(prompt)!r} {number}")
+
+
 def with_message(completion: Completion, reading: AnswerReading) -> Completion:
-    """The completion with the messages that are in its texts. A conversation never has a prompt twice, so the prompt makes the
-    ids of calls differ from those of earlier turns."""
-    prompt = blake2b(repr(tuple(completion.prompt_token_ids)).encode(), digest_size=ID_LENGTH // 2).hexdigest()
-    identity = f"{completion.index} {prompt}"
-    first, *others = (
-        replace(output, message=reading.message(output.text, output.finish_reason != "stop", f"{identity} {output.index}"))
-        for output in completion.outputs
-    )
+    """The completion with the messages that are in its texts."""
+
+    def read(output: Output) -> Output:
+        identity = identity_of(completion.index, completion.prompt_token_ids, output.index)
+        return replace(output, message=reading.message(output.text, output.finish_reason != "stop", identity))
+
+    first, *others = map(read, completion.outputs)
     return replace(completion, message=first.message, others=tuple(others))
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=ID_LENGTH // 2).hexdigest()
 
 
 class AnswerReader:
@@ -288,7 +297,7 @@ class AnswerReader:
 
     def _id(self, index: int) -> str:
         assert self._form is not None, "a call has a form"
-        made = blake2b(f"{self._identity} {index}".encode("utf-8", "surrogatepass"), digest_size=ID_LENGTH // 2).hexdigest()
+        made = _digest(f"{self._identity} {index}")
         return f"call_{made}" if self._form.id_length == ID_LENGTH else made[: self._form.id_length]
 
     def _drop_blanks(self) -> None:

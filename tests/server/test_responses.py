@@ -22,6 +22,7 @@ from h2o_flexgen.server.problems import Refused, broken
 from h2o_flexgen.server.response_fields import read_response
 from h2o_flexgen.server.response_writer import ResponseWriter
 from h2o_flexgen.text.dialogue import Template
+from h2o_flexgen.text.prompts import Prompt
 from tests.helpers.tool_templates import HERMES, QWEN_THINKS, THINKS
 from tests.server.served import MODEL, Served, served
 
@@ -194,7 +195,7 @@ def writer(demo: LLM, template: str) -> ResponseWriter:
     asked = read_response(
         json.dumps({"input": "?", "tools": [{**GO, "strict": False}]}).encode(), Options(SamplingParams()), MODEL
     )
-    return ResponseWriter(answers, "name", 17, asked, "?")
+    return ResponseWriter(answers, "name", 17, asked, Prompt("?", (1,)))
 
 
 @pytest.mark.parametrize(("template", "text", "reason", "kinds"), [(*one, kinds) for one, kinds in zip(TEXTS, ITEMS)])

@@ -22,6 +22,7 @@ from h2o_flexgen.server.body_fields import read_asked
 from h2o_flexgen.text import answer_reader
 from h2o_flexgen.text.answer_reader import AnswerPart, AnswerReader
 from h2o_flexgen.text.dialogue import Template
+from h2o_flexgen.text.prompts import Prompt
 from tests.helpers.tool_templates import HERMES, MAY_THINK, MISTRAL, QWEN_THINKS, THINKS, named
 from tests.server.served import MODEL, Served, served
 
@@ -119,12 +120,28 @@ def test_a_streamed_call_is_the_whole_one_in_pieces(client: OpenAI) -> None:
         assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
         for index, call in enumerate(choice.message.tool_calls or []):
             first, *others = [delta for delta in deltas if delta.index == index]
-            assert first.id.startswith("call_") and first.type == "function"
+            assert first.id == call.id and call.id.startswith("call_") and first.type == "function"
             assert first.function.name == call.function.name and first.function.arguments == ""
             assert all(other.id is None and other.function.name is None for other in others) and len(others) > 1
             assert "".join(other.function.arguments for other in others) == call.function.arguments
         steps = [step.token for one in own if one.logprobs for step in one.logprobs.content]
         assert steps == [step.token for step in choice.logprobs.content]
+
+
+def test_ids_of_calls_are_those_of_the_seed_and_the_turn(client: OpenAI) -> None:
+    """Requests without a seed have answers of their own, and so their calls have ids of their own."""
+
+    def ids(**beside: Any) -> list[str]:
+        given = asked(tool_choice=named("now"), max_tokens=90, **beside)
+        (choice,) = client.chat.completions.create(**given).choices
+        chunks = client.chat.completions.create(**given, stream=True)
+        streamed = [call.id for chunk in chunks for call in chunk.choices[0].delta.tool_calls or [] if call.id]
+        return [*streamed, *(call.id for call in choice.message.tool_calls or [])]
+
+    seeded, unseeded = ids(), [*ids(seed=None), *ids(seed=None, temperature=0)]
+    other = [*ids(seed=8), *ids(messages=[*ASK, {"role": "user", "content": "And now?"}])]
+    assert len(seeded) == 2 and len({*seeded}) == 1
+    assert len({*unseeded}) == len(unseeded) == 4 and len({*other}) == 2 and not {*seeded} & {*unseeded, *other}
 
 
 def test_a_function_of_a_class_as_the_client_parses_it(client: OpenAI) -> None:
@@ -256,7 +273,7 @@ def test_a_stream_says_what_the_whole_answer_says(template: str, text: str, reas
     asked = read_asked(json.dumps(body).encode(), True, Options(SamplingParams()), MODEL)
     whole = Completion(0, "?", (1,), text, (2,), None, reason)
     (choice,) = answers.body("name", 17, [(asked.lines[0], whole)])["choices"]  # type: ignore[misc]
-    chunks, deltas = AnswerChunks(answers, "name", 17, asked, [""], ["?"]), []
+    chunks, deltas = AnswerChunks(answers, "name", 17, asked, [""], [Prompt("?", (1,))]), []
     pieces = [text[place : place + size] for place in range(0, len(text), size)]
     ends = [None] * (len(pieces) - 1) + [reason]
     told = [TokenPiece(0, 0, 5, piece, None, end, None) for piece, end in zip(pieces, ends)]
@@ -274,13 +291,9 @@ def test_a_stream_says_what_the_whole_answer_says(template: str, text: str, reas
             known["function"]["arguments"] += call["function"]["arguments"]
     message = choice["message"]
     assert (joined["content"], joined["reasoning_content"]) == (message["content"] or "", message.get("reasoning_content", ""))
-    made = [without(call, "index", "id") for call in joined.get("tool_calls", {}).values()]
-    assert made == [without(call, "id") for call in message.get("tool_calls", [])]
-    assert len({call["id"] for call in joined.get("tool_calls", {}).values()}) == len(made)
-
-
-def without(call: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name not in names}
+    made = [{name: value for name, value in call.items() if name != "index"} for call in joined.get("tool_calls", {}).values()]
+    assert made == message.get("tool_calls", [])
+    assert len({call["id"] for call in made}) == len(made)
 
 
 class SaysHalfACharacter(AnswerReader):
