@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor, Metadata
 from h2o_flexgen.checkpoints.model_files import AGAIN
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import known_of_many, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,7 @@ class OfHeads:
 
 
 ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
+TABLE_OF_MODELS = "docs/checkpoints.md"
 
 # names of tensors in files -> names in models
 QKV = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
@@ -160,8 +161,8 @@ class GgufModel:
         name = metadata.text(ARCHITECTURE)
         candidates = [cls(gguf, one, model_type) for model_type, one in known.items() if one.name == name]
         if not candidates:
-            names = ", ".join(dict.fromkeys(one.name for one in known.values()))
-            raise ValueError(f"{metadata.path} is of the architecture {shown(name)}, which is not read; known are {names}")
+            hint = known_of_many(name, (one.name for one in known.values()), TABLE_OF_MODELS)
+            raise ValueError(f"{metadata.path} is of the architecture {shown(name)}, which is not read{hint}")
         first = candidates[0]
         alike = [one for one in candidates if one.architecture.has_experts in (None, bool(one.experts))]
         if not alike:

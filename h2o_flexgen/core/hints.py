@@ -36,6 +36,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=LIKENESS)), None)
 
 
+def known_of_many(name: object, known: Iterable[str], page: str) -> str:
+    """The end of a message where too many names are known to list them: those most like this one, and the page with all."""
+    is_name = isinstance(name, str) and len(name) <= LONGEST_VALUE
+    near = get_close_matches(str(name), list(dict.fromkeys(known)), n=3) if is_name else []
+    return f"{'; known and like it: ' if near else ''}{', '.join(near)}; {page} lists all that are"
+
+
 def shown(value: object) -> str:
     """The value as an error message shows it: as Python writes it, shortened where it is long or deep."""
     writer = Repr()

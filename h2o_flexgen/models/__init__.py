@@ -14,9 +14,9 @@ from h2o_flexgen.checkpoints.gguf_config import OWN_KEYS, config_in
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, Gguf, is_gguf, read_gguf, refuse_no_file
 from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.checkpoints.model_places import place_here, resolve_model
-from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, TensorNames
+from h2o_flexgen.checkpoints.stored_architecture import TABLE_OF_MODELS, GgufArchitecture, TensorNames
 from h2o_flexgen.core.files import parse_json
-from h2o_flexgen.core.hints import one_line, shown
+from h2o_flexgen.core.hints import known_of_many, one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config, labels_of, parts_beside_text, what_is_unsupported
 from h2o_flexgen.models.whole_configs import TEXT_PARTS, text_part, whole_config
@@ -239,7 +239,8 @@ def _without_own_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _known_type(model_type: object) -> str:
     if not isinstance(model_type, str) or model_type not in MODELS:
-        raise ValueError(f"architecture {shown(model_type)} is not supported; known are {', '.join(MODELS)}")
+        hint = known_of_many(model_type, MODELS, TABLE_OF_MODELS)
+        raise ValueError(f"architecture {shown(model_type)} is not supported{hint}")
     return model_type
 
 
