@@ -287,6 +287,9 @@ class GgufTokenizer(WordTokenizer):
     def encode_more(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return list(self._tokenizer.encode(first, second).ids)
+
     def decode(self, ids: Sequence[int], with_special: bool = False) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not with_special))
 
@@ -393,8 +396,11 @@ def _has_role(vocabulary: GgufVocabulary, name: str) -> bool:
 
 
 def _around_text(vocabulary: GgufVocabulary, adds_start: bool) -> processors.TemplateProcessing:
-    """The tokens before and after a text. They have names of their own, since the template could not hold every token."""
+    """The tokens before and after a text, and around each of two. They have names of their own, since the template could not
+    hold every token."""
     names = [name for name, adds in ((START, adds_start), (END, vocabulary.adds_end)) if adds and name in vocabulary.ids]
     known = [{"id": name, "ids": [vocabulary.ids[name]], "tokens": [vocabulary.token_of(name)]} for name in names]
-    pieces = [name if name in names else "" for name in (START, END)]
-    return processors.TemplateProcessing(single=f"{pieces[0]} $A {pieces[1]}".split(), special_tokens=known)
+    start, end = (name if name in names else "" for name in (START, END))
+    single, second = f"{start} $A {end}".split(), f"{start} $B {end}".split()
+    pair = [*single, *(f"{piece}:1" for piece in second)]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=known)

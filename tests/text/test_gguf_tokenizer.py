@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from h2o_flexgen.checkpoints.gguf_format import Metadata, read_metadata
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, demo_folder
@@ -95,6 +96,24 @@ def test_a_models_own_tokenizer_makes_the_same_tokens_from_a_gguf_file_as_from_i
         assert ours.encode_more(text) == own.encode_more(text), text
         assert ours.decode(ours.encode(text)) == own.decode(own.encode(text)), text
     assert (ours.eos_ids, ours.note, ours.of_transformers.name_or_path) == (own.eos_ids, "", str(file))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("starts", [True, False])
+def test_two_texts_have_the_tokens_around_each_that_transformers_puts_there(
+    starts: bool, ends: bool, pieces: dict[str, Any], file: Path
+) -> None:
+    """sentence-transformers gives a query and a document to the same function."""
+    says = {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": starts, "add_eos_token": ends}
+    ours = opened(file, with_tokens(pieces, {}, **says))
+    rules = LibraryTokenizer.from_str(ours.rules.to_str())
+    rules.post_processor = None
+    named = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": starts, "add_eos_token": ends}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=rules, **named)
+    theirs.update_post_processor()
+    assert ours.encode_pair("hello", "world hell") == theirs("hello", "world hell").input_ids
+    assert ours.encode_pair("hello", "world") == [*ours.encode("hello"), *ours.encode("world")]
+    assert ours.of_transformers("hello", "world").input_ids == ours.encode_pair("hello", "world")
 
 
 @pytest.mark.smollm2
