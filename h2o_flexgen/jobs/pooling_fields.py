@@ -83,14 +83,14 @@ def _pair(first: object, second: object, template: object) -> TextPair:
 
 FLOAT, BASE64 = "float", "base64"
 ENCODING, OF_PARAMS = "encoding_format", ("pooling", "normalize")
-_KNOWN = (*_WITHOUT_EFFECT, ENCODING, *OF_PARAMS, TRUNCATE)
+OF_EMBEDDINGS = frozenset((*_WITHOUT_EFFECT, ENCODING, *OF_PARAMS, TRUNCATE))
 _ENCODINGS = Choice((FLOAT, BASE64))
 
 
 def read_embedding_options(given: Mapping[str, object], beside: Collection[str]) -> Options:
     """The options of a request for embeddings. A field that is null is left open."""
     found = {name: value for name, value in given.items() if value is not None}
-    refuse_unknown("field", found, (*_KNOWN, *beside), INSTEAD)
+    refuse_unknown("field", found, sorted({*OF_EMBEDDINGS, *beside}), INSTEAD)
     for name in found.keys() & _WITHOUT_EFFECT:
         UNUSED[name].value(name, found[name])
     params = PoolingParams(**{name: found[name] for name in OF_PARAMS if name in found})  # type: ignore[arg-type]

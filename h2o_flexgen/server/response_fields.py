@@ -163,6 +163,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "include": (([],), "all that there is comes by itself; for log-probabilities ask /v1/chat/completions"),
     "top_logprobs": ((0,), "log-probabilities are those of /v1/chat/completions"),
 }
+KNOWN = frozenset((*_OWN, SETTINGS, *_OF_CHATS, *_NEUTRAL, *_SAMPLED))
 _INSTEAD: Mapping[str, str] = {
     "previous_response_id": _KEPT,
     "conversation": _KEPT,
@@ -216,7 +217,7 @@ def _as_given(message: str, names: Any) -> str:
 
 def _asked(given: Mapping[str, Any], defaults: Options) -> ResponseRequest:
     found = {name: value for name, value in given.items() if value is not None}
-    refuse_unknown("field", found, (*_OWN, SETTINGS, *_OF_CHATS, *_NEUTRAL, *_SAMPLED), _INSTEAD)
+    refuse_unknown("field", found, sorted(KNOWN), _INSTEAD)
     for name in found.keys() & _NEUTRAL.keys():
         neutral, otherwise = _NEUTRAL[name]
         if not any(found[name] is one or (type(found[name]) is type(one) and found[name] == one) for one in neutral):

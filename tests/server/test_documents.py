@@ -7,15 +7,20 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OfChats
 from openai.types.completion_create_params import CompletionCreateParamsBase as OfPrompts
+from openai.types.embedding_create_params import EmbeddingCreateParams as OfEmbeddings
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as OfResponses
 
+from h2o_flexgen.jobs.line_fields import OF_CHATS, OF_PROMPTS
+from h2o_flexgen.jobs.pooling_fields import OF_EMBEDDINGS
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.server import response_fields
 from tests.helpers.tiny import save_classifier
 from tests.helpers.tool_templates import HERMES
 from tests.server.conftest import SEATS
@@ -59,17 +64,58 @@ def for_test(example: str, server: Served) -> str:
     return changed
 
 
-def test_every_field_that_the_client_of_openai_can_send_is_named() -> None:
-    fields = PAGE.partition("\n## Fields\n")[2].partition("\n## ")[0]
-    named = {*re.findall(r"`(\w+)", fields)}
-    known = {*OfChats.__annotations__, *OfPrompts.__annotations__, "stream"}
-    assert len(known) > 40 and known - named == set()
+# url -> the heading of its fields in the page, what OpenAI's client can send there, a body that is fine, and what is read here
+INTERFACES: Mapping[str, tuple[str, set[str], dict[str, Any], frozenset[str]]] = {
+    "/v1/chat/completions": (
+        "Fields",
+        {*OfChats.__annotations__, "stream"},
+        {"messages": [{"role": "user", "content": "x"}]},
+        OF_CHATS,
+    ),
+    "/v1/completions": ("Fields", {*OfPrompts.__annotations__, "stream"}, {"prompt": "x"}, OF_PROMPTS),
+    "/v1/responses": ("Responses", {*OfResponses.__annotations__, "stream"}, {"input": "x"}, response_fields.KNOWN),
+    "/v1/embeddings": ("Embeddings", {*OfEmbeddings.__annotations__}, {"input": "x"}, OF_EMBEDDINGS),
+}
 
 
-def test_every_field_of_a_response_is_named() -> None:
-    fields = PAGE.partition("\n## Responses\n")[2].partition("\n## ")[0]
-    known = {*OfResponses.__annotations__, "stream"} - {"model"}
-    assert len(known) > 25 and known - {*re.findall(r"`(\w+)", fields)} == set()
+def section(heading: str) -> str:
+    return PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def rows_of(heading: str) -> list[tuple[set[str], str]]:
+    """The fields of each row of a table, and what the page says of them."""
+    rows = re.findall(r"^\| (.*`.*) \| (.*) \|$", section(heading), re.MULTILINE)
+    aside = r"`\w+` in `\w+`|, but for .*"  # fields of fields, and those of other tables
+    return [({*re.findall(r"`(\w+)", re.sub(aside, "", named))}, said) for named, said in rows]
+
+
+@pytest.mark.parametrize("url", INTERFACES)
+def test_every_field_that_the_client_of_openai_can_send_is_named(url: str) -> None:
+    heading, known, body, _ = INTERFACES[url]
+    named = {*re.findall(r"`(\w+)", section(heading))}
+    assert len(known) >= 5 and known - named - body.keys() - {"model"} == set()
+
+
+@pytest.mark.parametrize("url", INTERFACES)
+def test_no_field_of_openai_is_ignored(url: str, server: Served) -> None:
+    """Each is looked at, or refused by its name: none may be what no field is."""
+    _, known, body, _ = INTERFACES[url]
+    with server.http() as http:
+        answers = {name: http.post(url, json={**body, name: {"a": 1}}) for name in known}
+    assert {name: answer.status_code for name, answer in answers.items() if answer.status_code not in (400, 404)} == {}
+    assert {name for name, answer in answers.items() if answer.json()["error"]["param"] != name} == set()
+
+
+@pytest.mark.parametrize("heading", ["Fields", "Responses", "Embeddings"])
+def test_what_the_page_says_of_a_field_is_what_is_done(heading: str) -> None:
+    """The fields that it calls refused are those that no code reads."""
+    of_page = [(names, body) for own, _, body, names in INTERFACES.values() if own == heading]
+    read = {name for names, body in of_page for name in (*names, *body)}
+    for names, said in rows_of(heading):
+        if said.startswith("refused"):
+            assert not names & read, said
+        else:
+            assert names <= {*read, "stream", "stream_options"}, said
 
 
 @pytest.mark.parametrize("place", range(len(examples("python"))))
