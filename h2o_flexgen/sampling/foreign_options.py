@@ -11,6 +11,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING
 
 _LEAVE_OUT = "leave it out"
+_AT_ONCE = "prefill_tokens= says how many tokens of prompts are computed at once"
 _GPUS = "`h2o-flexgen run` and `h2o-flexgen batch` start a process with each of several GPUs: --gpus N"
 _MERGED = "write adapter=FOLDER, or a list: LoRA of PEFT is merged into the model"
 _PACKED = 'write weight_codec="group4" or weight_codec="group8", and compute="int8" for products of 8 bits'
@@ -19,6 +20,7 @@ _SHARES = "percent=(...) says how much of weights, KV and activations lies where
 _LENGTH = "room is made for what each call needs; give a number of tokens that the model has positions for, or leave it out"
 _NOTHING_LOGGED = "nothing is logged, llm.stats has the figures"
 _TRUE_OR_FALSE = (True, False)
+_HOLDS = ("auto", "guidance", None)
 
 
 class ForeignOption(NamedTuple):
@@ -38,14 +40,13 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "attn_implementation": ForeignOption(f"there is one way to attend; {_LEAVE_OUT}"),
     "block_size": ForeignOption(f"the KV cache has no blocks of tokens; {_LEAVE_OUT}"),
     "cache_dir": ForeignOption("the environment's HF_HOME says where downloads lie", (None,)),
+    "chat_format": ForeignOption("chats have the form of the model's own template; llm.chat takes another one", (None,)),
     "chat_template": ForeignOption("it belongs to a call of llm.chat, which takes one", (None,)),
     "cpu_offload_gb": ForeignOption(_SHARES, (0,)),
     "device_map": ForeignOption(f"write device=; {_SHARES}"),
     "disable_log_stats": ForeignOption(f"{_NOTHING_LOGGED}; {_LEAVE_OUT}", _TRUE_OR_FALSE),
     "download_dir": ForeignOption("the environment's HF_HOME says where downloads lie", (None,)),
-    "enable_chunked_prefill": ForeignOption(
-        "prefill_tokens= says how many tokens of prompts are computed at once", _TRUE_OR_FALSE
-    ),
+    "enable_chunked_prefill": ForeignOption(_AT_ONCE, _TRUE_OR_FALSE),
     "enable_lora": ForeignOption(_MERGED, (False, None)),
     "enable_prefix_caching": ForeignOption(
         "generate_stream, `h2o-flexgen batch` and `h2o-flexgen serve` compute once what prompts begin with alike, unless "
@@ -54,6 +55,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     ),
     "enforce_eager": ForeignOption(f"graphs= says whether steps are captured; {_LEAVE_OUT}", _TRUE_OR_FALSE),
     "gpu_memory_utilization": ForeignOption('write gpu_mem="14GB", a size and not a share'),
+    "guided_decoding_backend": ForeignOption(f"llguidance holds texts to all forms; {_LEAVE_OUT}", _HOLDS),
     "hf_token": ForeignOption("log in with `hf auth login`", (None,)),
     "kv_cache_dtype": ForeignOption('write kv_codec="group4" or kv_codec="group8"', ("auto",)),
     "kv_cache_memory_bytes": ForeignOption(_SHARES),
@@ -68,11 +70,12 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "low_cpu_mem_usage": ForeignOption("write cpu_mem=", _TRUE_OR_FALSE),
     "max_memory": ForeignOption("write gpu_mem= and cpu_mem="),
     "max_model_len": ForeignOption(_LENGTH, (None,), is_length=True),
-    "max_num_batched_tokens": ForeignOption("prefill_tokens= says how many tokens of prompts are computed at once"),
+    "max_num_batched_tokens": ForeignOption(_AT_ONCE),
     "max_num_seqs": ForeignOption(
         "gpu_batch_size= rows are computed at once, and num_gpu_batches= of these share a pass over the weights"
     ),
     "model_path": ForeignOption("write model=", own="model"),
+    "n_batch": ForeignOption(_AT_ONCE),
     "n_ctx": ForeignOption(_LENGTH, (0, None), is_length=True),
     "n_gpu_layers": ForeignOption(_SHARES, (0,)),
     "n_threads": ForeignOption("write threads=", own="threads"),
@@ -85,6 +88,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "revision": ForeignOption("download that revision and give its folder as model", (None,)),
     "seed": ForeignOption("it belongs to a call: generate(..., seed=0) or SamplingParams(seed=0)", (0, None)),
     "skip_tokenizer_init": ForeignOption(f"token ids are taken with any tokenizer, or none; {_LEAVE_OUT}", (False,)),
+    "structured_outputs_config": ForeignOption(f"llguidance holds texts to all forms; {_LEAVE_OUT}", (None,)),
     "swap_space": ForeignOption(_SHARES, (0,)),
     "tensor_parallel_size": ForeignOption(
         f"no layer is divided among GPUs; write pipeline= to divide the layers; {_GPUS}", (1,)
