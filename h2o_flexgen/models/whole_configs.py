@@ -1,5 +1,6 @@
 """What configs mean where they do not say it, for architectures that are run most. transformers knows it of all, but takes
-seconds to import: it is asked where a config says something that is not understood here, and of models of several parts.
+seconds to import. So it is asked only where a config says something that is not understood here, and for models of several
+parts.
 
 Of several parts one makes text: images go through others, which are not read. The text part has a config of its own in that of
 the model, or beside the other parts' ones.

@@ -1,5 +1,5 @@
-"""What prompts are read for that are not continued: the states of their tokens become one vector, or the head has a score for
-each label. No token is picked."""
+"""Prompts that are read and not continued: the states of their tokens become one vector, or the head has a score for each
+label. No token is picked."""
 
 from __future__ import annotations
 

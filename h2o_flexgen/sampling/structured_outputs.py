@@ -1,7 +1,7 @@
 """What a text is held to, as it is asked for: a JSON schema, any JSON object, a regular expression, one of some texts, or a
 grammar. The names are vLLM's. OpenAI's `response_format` is read into the same. What compiles these is not imported here.
 
-What the engine asks of an outcome of that is a `Constraint`: it takes the tokens of one row one by one.
+The engine knows only a `Constraint`: it takes the tokens of one row one by one, and says which may come next.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tokenizers: the one in a model's folder, bytes as tokens on request, and a stand-in for a missing one. Chats that they write
-down, with the settings that a chat template looks at beside the messages, `enable_thinking` for instance."""
+"""Tokenizers: the one in a model's folder, bytes as tokens on request, and a stand-in for a missing one. They write down
+chats, with the settings that a chat template looks at beside the messages, `enable_thinking` for instance."""
 
 from __future__ import annotations
 
