@@ -959,6 +959,13 @@ def test_the_full_cache_says_so(command: Any, opt: Path) -> None:
     assert "full keeps all 30 tokens of a row" in "\n".join(done.out)
 
 
+def test_a_share_that_steps_attend_is_said_and_run(command: Any, opt: Path) -> None:
+    done = command("--model", opt, "--prompt-len", 60, "--gen-len", 5, "--num-prompts", 2, *IN_MEMORY, "--kv-recall", 0.5)
+    assert (done.status, done.json["kept"]["policy"], done.json["kept"]["asked"]) == (0, "full", {"kv_recall": 0.5})
+    assert "keeps all 64 tokens of a row; a step attends 32 of them" in "\n".join(done.out)
+    assert done.json["generated_tokens"] == 2 * 5
+
+
 @pytest.fixture(scope="module")
 def run_once() -> dict[tuple[object, ...], Result]:
     """By their flags: what runs have given that several tests look at."""

@@ -46,6 +46,11 @@ def test_switches_take_numbers_and_words(text: str, value: bool) -> None:
     assert parse(["--model", "m", "--sep-layer", text]).sep_layer is value
 
 
+def test_a_recall_keeps_everything() -> None:
+    plan = plan_of(parse(["--model", "m", "--kv-recall", "0.1"]))
+    assert (plan.kv_policy, plan.policy.recall) == ("full", 0.1)
+
+
 @pytest.mark.parametrize(
     ("words", "codecs"),
     [
