@@ -18,8 +18,10 @@ from typing import Any, TypeAlias
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted
+from h2o_flexgen.cli.report.summary import drafts_entry
 from h2o_flexgen.cli.watch import Crowd, clock, show_stage
 from h2o_flexgen.core.hints import reason
+from h2o_flexgen.engine.drafts import Drafted
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import BrokenRequest, Outcome
 from h2o_flexgen.engine.progress import Progress
@@ -223,6 +225,8 @@ class JobFigures:
             prompt_tokens_per_second=round(self.prompt_rate, 3),
             generated_tokens_per_second=round(self.decode_rate, 3),
         )
+        if tick.proposed_tokens:
+            yield drafts_entry(Drafted(tick.proposed_tokens, tick.accepted_tokens), tick.generated_tokens, tick.number)
         yield noted(rows_alive=tick.alive, rows_possible=tick.seats, ticks=tick.number)
         yield noted(busy_seconds={lane: round(seconds, 3) for lane, seconds in tick.busy_seconds.items()})
 

@@ -197,6 +197,8 @@ class Chat:
         decoded = sum(turn.tokens - 1 for turn in answered)  # the first token comes with the prompt
         yield f"read: {_rate(sum(turn.tokens_read for turn in answered), sum(turn.prompt_seconds for turn in answered))}"
         yield f"generated: {_rate(decoded, sum(turn.decode_seconds for turn in answered))}"
+        if talk.drafted.proposed:
+            yield f"drafts: {talk.drafted.accepted} of {talk.drafted.proposed} guessed tokens were right"
         yield f"memory: {format_bytes(peak_resident_bytes())} at most"
 
     # -- what is told ----------------------------------------------------------------------------------------------------

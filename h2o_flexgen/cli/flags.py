@@ -296,7 +296,7 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
         metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
         help=f"six numbers: per cent of weights, KV and activations on GPU and in CPU memory; the rest is on disk{found}",
     )
-    for name in ("state", "sep_layer", "pin_weight", "graphs"):
+    for name in ("state", "sep_layer", "pin_weight", "graphs", "draft"):
         group.option(PLAN[name])
     group.switch("--overlap", True, "0: one buffer, nothing overlaps; the tokens are the same")
     group.option(PLAN["attend_on"], is_open=True)

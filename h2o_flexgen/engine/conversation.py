@@ -15,6 +15,7 @@ from types import TracebackType
 from h2o_flexgen.core.allowed_values import check_tokens
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch, Block, Workload
+from h2o_flexgen.engine.drafts import NONE_DRAFTED
 from h2o_flexgen.engine.engine import BlockRun, Engine
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
@@ -131,6 +132,7 @@ class Conversation:
         self.seen = 0  # tokens of the text that are in the cache
         self.turns = 0
         self.closed = False
+        self.drafted = NONE_DRAFTED
         self._spec = planned.spec
         self._planned = planned
         self._tokenizer = tokenizer
@@ -260,7 +262,9 @@ class Conversation:
                 on_text(new)
 
         block = self._planned.planned(self.extent.block(self.seen, len(piece), row.max_tokens))
-        return self._engine.run(block, [row], Picker(self._sampler, on_token), stores=self._stores)
+        run = self._engine.run(block, [row], Picker(self._sampler, on_token), stores=self._stores)
+        self.drafted = self.drafted.plus(run.drafted)
+        return run
 
     def _advance(self, row: RowState, piece: Sequence[int]) -> None:
         self.turns += 1

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
-from h2o_flexgen.core.workload import Block
+from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
 from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
-from h2o_flexgen.engine.head import AtHead, OfHead
+from h2o_flexgen.engine.head import AtHead, OfHead, positions_at_once
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
 from h2o_flexgen.engine.row_state import RowState
@@ -48,7 +49,7 @@ from h2o_flexgen.models import base
 from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import NGRAM, Plan
 from h2o_flexgen.schedule.ops import Lanes, Op, Task, Visit, longest_by_kind, sum_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.trace import Trace
@@ -95,6 +96,7 @@ class BlockRun:
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
     unrecorded: Mapping[str, str] = field(default_factory=dict)  # layers that were computed without one, and why
+    drafted: Drafted = NONE_DRAFTED
     shortage: Shortage | None = None  # a lack of memory that ended it early: unfinished rows start again
 
     @property
@@ -124,6 +126,7 @@ class _Measures:
     replayed: int = 0
     graphs_given_up: str | None = None
     unrecorded: Mapping[str, str] = field(default_factory=dict)
+    drafted: Drafted = NONE_DRAFTED
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     skipped_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -164,6 +167,7 @@ class _Progress:
     busy_seconds: Callable[[], Mapping[str, float]]  # of each lane, so far
     heard: deque[Task] = field(default_factory=deque)  # COMPUTEs that are over, of all devices
     told: tuple[int, int, int, int] = (0, 0, 0, 0)  # tokens of passes reported so far: prompts, spared, generated, computed
+    told_of_drafts: Drafted = NONE_DRAFTED
 
     @property
     def is_done(self) -> bool:
@@ -199,6 +203,8 @@ class _Progress:
         prompt, spared, generated, computed = self.told
         now = self.measures
         self.told = now.prompt_tokens, now.spared_tokens, now.tokens, now.computed_tokens
+        drafted, before = Drafted.total(rows.drafted for rows in self.rows), self.told_of_drafts
+        self.told_of_drafts = drafted
         on_pass(
             Pass(
                 seats=self.seats,
@@ -209,6 +215,7 @@ class _Progress:
                 computed_tokens=now.computed_tokens - computed,
                 seconds=now.step_seconds[step],
                 busy_seconds=self.busy_seconds(),
+                drafted=drafted.behind(before),
             )
         )
 
@@ -401,6 +408,7 @@ class Engine:
             finally:
                 measures.trace = executor.trace
                 self._count_graphs(state.graphs, measures)
+                measures.drafted = Drafted.total(batch.drafted for batch in alive)
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
                 measures.skipped_bytes = sum((weights.skipped_bytes for weights in self._weights), Counter())
@@ -451,9 +459,20 @@ class Engine:
         block, device = planned.block, self._memories.of_devices[-1].device  # which picks the tokens
         batch, policies = block.batches[place], [level.policy for level in planned.levels]
         there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back, masks
+        spares = planned.schedule.traffic.spares_passes(place)
+        room = self._room_of_pass(batch, planned.schedule.traffic.moves_hidden(place))
+        drafts = Drafts(room - batch.size) if spares and self._plan.draft == NGRAM else None
         if isinstance(rows, Waiting):
-            return SeatedRows(place, batch, rows, prefixes, *there, planned.schedule.traffic.spares_passes(place))
-        return BatchRows(batch, [rows[row] for row in batch.rows], *there)
+            return SeatedRows(place, batch, rows, prefixes, *there, drafts, spares)
+        most_ahead = 0 if drafts is None else room // batch.size - 1
+        return BatchRows(batch, [rows[row] for row in batch.rows], *there, drafts, most_ahead)
+
+    def _room_of_pass(self, batch: Batch, moves_hidden: bool) -> int:
+        """The tokens of a batch for which a pass has room, and the head: as many as there is room for where prompts are read.
+        A turn of a conversation may be shorter than what there is room for."""
+        longest = batch.prompt_len if batch.context is None or moves_hidden else batch.context
+        read = min(batch.size * longest, self._plan.prefill_tokens)
+        return min(read, positions_at_once(self._plan, self._spec.vocab))
 
     def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:
         """The tasks of the schedule, until no row is left."""
@@ -738,5 +757,6 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         replayed=measures.replayed,
         graphs_given_up=measures.graphs_given_up,
         unrecorded=measures.unrecorded,
+        drafted=measures.drafted,
         shortage=shortage,
     )

@@ -147,7 +147,9 @@ class Picker:
         if not growing:
             rows.drop_finished(step)
             return 0
-        logits = made.logits(last if len(growing) == len(last) else rows.at(growing, last))
+        last = last if len(growing) == len(last) else rows.at(growing, last)
+        tried = rows.tried_hidden(hidden)
+        logits = made.logits(last if tried is None else torch.cat((last, tried)))
         return rows.advance(logits, self.sampler, step, self.on_token, self.on_logits)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted
 
 
 class Stage(str, Enum):
@@ -85,6 +86,7 @@ class Pass(NamedTuple):
     seconds: float
     busy_seconds: Mapping[str, float]  # by lane, since the block began
     spared_tokens: int = 0  # of prompts, not computed as they were already computed for other rows
+    drafted: Drafted = NONE_DRAFTED
 
 
 OnPass = Callable[[Pass], None]
@@ -105,6 +107,8 @@ class Tick:
     decode_seconds: float  # of all others
     busy_seconds: Mapping[str, float]  # by lane
     spared_tokens: int = 0  # of prompts, not computed as they had been computed for other rows
+    proposed_tokens: int = 0  # that were guessed
+    accepted_tokens: int = 0  # those of them that were right
 
     def behind(self, before: Tick) -> Tick:
         """Counts from the beginning of an earlier run, of which `before` was the last, and seats as they are now."""
@@ -115,7 +119,7 @@ OnTick = Callable[[Tick], None]
 NO_TICK = Tick(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, {})
 SUMMED = (
     "number", "requests_done", "alive", "prompt_tokens", "spared_tokens", "generated_tokens", "computed_tokens",
-    "prompt_seconds", "decode_seconds",
+    "prompt_seconds", "decode_seconds", "proposed_tokens", "accepted_tokens",
 )  # fmt: skip
 
 
@@ -151,6 +155,8 @@ class Ticker:
             spared=one.spared_tokens,
             generated=one.generated_tokens,
             computed=one.computed_tokens,
+            proposed=one.drafted.proposed,
+            accepted=one.drafted.accepted,
         )
         self.seconds[one.prompt_tokens > 0] += one.seconds  # type: ignore[assignment]
         self.busy = one.busy_seconds
@@ -169,5 +175,7 @@ class Ticker:
             computed_tokens=self.tokens["computed"],
             prompt_seconds=self.seconds[True],
             decode_seconds=self.seconds[False],
+            proposed_tokens=self.tokens["proposed"],
+            accepted_tokens=self.tokens["accepted"],
             busy_seconds=dict(self.busy_before + Counter(self.busy)),
         )

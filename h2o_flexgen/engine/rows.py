@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.masks import BatchMasks, MaskMaker, RowBroken
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.occupancy import StepSlots
+from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 from h2o_flexgen.sampling.structured_outputs import ConstraintBroken
@@ -34,10 +36,11 @@ OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a cop
 
 
 class TokensAhead(NamedTuple):
-    """A token of each of some neighbouring rows that follows others of its row in a decode step."""
+    """Tokens that follow others of their rows in a decode step: one of each of some neighbouring rows, or some of one row."""
 
     rows: slice  # their places in the batch
-    levels: tuple[KVStep, ...]  # the step of these rows and tokens alone
+    levels: tuple[KVStep, ...]  # the step of these tokens alone, each as a row
+    of_one: bool = False  # several of one row, of which each is attended by those behind it
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class RowsPart:
     prefix: int | None = None  # the number of its group
     at_once: int | None = None  # the most tokens that a layer computes at once; None: all
     ahead: tuple[TokensAhead, ...] = ()  # in a decode step: each token is a row of `tokens` of its own, behind the others
+    places: tuple[tuple[int, ...], ...] = ()  # if there are tokens ahead: where those of each row are among `tokens`
 
     @cached_property
     def positions(self) -> Tensor:
@@ -104,8 +108,11 @@ class BatchRows:
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
         masks: MaskMaker | None = None,
+        drafts: Drafts | None = None,
+        most_ahead: int = 0,
     ) -> None:
-        """`policies`: of each level of KV heads. `masks`: of rows that are held to something; otherwise none may be."""
+        """`policies`: of each level of KV heads. `masks`: of rows that are held to something; otherwise none may be. `drafts`:
+        if tokens are guessed. `most_ahead`: tokens of each row for which a step has room beside the newest."""
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
         self.held_before: tuple[int, ...] = ()  # slots in use when the rows last moved up, in the heads of each level
@@ -114,20 +121,31 @@ class BatchRows:
         self._rows = list(rows)
         self._policies = policies
         self._gen_len = gen_len
-        self._occupancies = [policy.occupancy(batch, gen_len) for policy in policies]
+        self._occupancies = self._occupancies_of(batch)
         self._capacities = [own.capacity for own in self._occupancies]
         self._device = device
         self._upload, self._read_back = upload, read_back
         self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
         self._mask_maker = masks
-        self._most_ahead = 0  # tokens that a row may take without asking the model
+        self._drafts = drafts
+        self._most_ahead = most_ahead
+        self._slots = dict[int, Sequence[Occupancy]]()  # of each row, at each level, where rows are at steps of their own
+        if drafts is not None and batch.seats is None:
+            self._slots = {row.row: self._occupancies_of(batch.only([place])) for place, row in enumerate(rows)}
         self.parts = self._prompts(plan.prefill_tokens)
         self._masks = self._begin_masks()
+
+    def _occupancies_of(self, batch: Batch) -> Sequence[Occupancy]:
+        return [policy.occupancy(batch, self._gen_len) for policy in self._policies]
 
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to compute. Lanes read this at any moment, also after rows left and before others join."""
         return self.last_step is not None
+
+    @property
+    def drafted(self) -> Drafted:
+        return NONE_DRAFTED if self._drafts is None else self._drafts.drafted
 
     @property
     def lives_on(self) -> bool:
@@ -223,12 +241,23 @@ class BatchRows:
             return hidden[part.now.row_index, part.now.lengths[:, 0, 0] - 1]
         if not part.ahead:
             return hidden[:, 0]
-        last, place = [*range(part.now.rows)], part.now.rows
-        for later in part.ahead:
-            count = later.rows.stop - later.rows.start
-            last[later.rows] = range(place, place + count)
-            place += count
-        return self.at(last, hidden[:, 0])
+        return self.at([own[row.ahead] for row, own in zip(self._rows, part.places)], hidden[:, 0])
+
+    def tried_hidden(self, hidden: Tensor) -> Tensor | None:
+        """The hidden states of the tokens that were guessed, turn by turn: the first ones of all rows, and so on. None if there
+        are none."""
+        part, states = next(iter(self.split(hidden)))
+        places = [part.places[place][row.ahead + turn] for turn, rows in self._turns for place, row in rows]
+        return self.at(places, states[:, 0]) if places else None
+
+    @property
+    def _turns(self) -> Iterator[tuple[int, Sequence[tuple[int, RowState]]]]:
+        """The rows that have a first guessed token, with their places, those that have a second one, and so on."""
+        drafts = self._drafts
+        most = 0 if drafts is None else max((len(drafts.of(row)) for row in self._rows), default=0)
+        for turn in range(1, most + 1):
+            assert drafts is not None
+            yield turn, [(place, row) for place, row in enumerate(self._rows) if len(drafts.of(row)) >= turn]
 
     def note_prefixes(self, hidden: Tensor) -> None:
         """Keeps the hidden states of shared prefixes that are computed now, for rows that ask for their log-probabilities."""
@@ -290,15 +319,34 @@ class BatchRows:
     ) -> int:
         """Picks a token for every growing row without a given one, drops finished rows, and returns the number of tokens. A row
         that starts again is given the tokens it had, and listeners do not get them again. Behind its token a row takes those
-        that must follow, unless a listener is to have their logits."""
+        of its guess that are picked anyway, and those that must follow, unless a listener is to have their logits."""
         growing = self.growing()
         rows = self._rows if len(growing) == len(self._rows) else [self._rows[place] for place in growing]
+        pick = partial(self._pick, sampler=sampler, on_token=on_token, on_logits=on_logits)
+        self._newest = pick(rows, logits[: len(rows)], self._masks)
+        count = len(rows) + self._try_on(logits[len(rows) :], pick)
+        if self._most_ahead and on_logits is None:
+            count += sum(self._run_ahead(rows, place, on_token) for place, row in enumerate(rows) if row.constraint is not None)
+        if count > len(rows) and self._drafts is not None:
+            self._newest = self._uploaded(torch.tensor([row.seen[-1 - row.ahead] for row in rows]))
+        self._drop(step, growing)
+        return count
+
+    def _pick(
+        self,
+        rows: Sequence[RowState],
+        logits: Tensor,
+        made: BatchMasks | None,
+        sampler: Sampler,
+        on_token: OnToken | None,
+        on_logits: OnLogits | None,
+    ) -> Tensor:
+        """Picks the next token of each of these rows, and returns them where they were picked."""
         params, indices, histories = zip(*[(row.params, row.index, row.history) for row in rows])
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
         with _naming(rows):
-            masks = None if self._masks is None else self._masks.of(rows)
+            masks = None if made is None else made.of(rows)
             picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back, masks)
-        self._newest = picked.where_picked
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
             if known is None and on_logits is not None:
@@ -307,11 +355,28 @@ class BatchRows:
                 text = row.push(token, logprobs if known is None else known[1])
             if known is None and on_token is not None:
                 on_token(row.row, token, text)
-        ahead = 0
-        if self._most_ahead and on_logits is None:
-            ahead = sum(self._run_ahead(rows, place, on_token) for place, row in enumerate(rows) if row.constraint is not None)
-        self._drop(step, growing)
-        return len(rows) + ahead
+        return picked.where_picked
+
+    def _try_on(self, logits: Tensor, pick: Callable[[Sequence[RowState], Tensor, BatchMasks | None], Tensor]) -> int:
+        """Goes on with the rows of which guessed tokens were picked, as long as they are, and returns the number of tokens.
+        `logits`: behind all guessed tokens, turn by turn."""
+        if self._drafts is None:
+            return 0
+        right, going, start, count = dict[int, int](), {*range(len(self._rows))}, 0, 0  # right ones and rows, by their places
+        for turn, tried in self._turns:
+            held = [number for number, (place, row) in enumerate(tried) if place in going and self._is_right(row, turn)]
+            right.update({tried[number][0]: turn for number in held})
+            held = [number for number in held if not tried[number][1].finished]
+            if rows := [tried[number][1] for number in held]:
+                pick(rows, self.at([start + number for number in held], logits), self._masks_of(rows))
+            going, start, count = {tried[number][0] for number in held}, start + len(tried), count + len(rows)
+        there = [(row, right.get(place, 0)) for place, row in enumerate(self._rows) if self._drafts.of(row)]
+        self._drafts.judge([row for row, _ in there], [accepted for _, accepted in there])
+        return count
+
+    def _is_right(self, row: RowState, turn: int) -> bool:
+        """Whether the newest token of a row is the one that was guessed for this turn."""
+        return self._drafts is not None and row.seen[-1] == self._drafts.of(row)[turn - 1]
 
     def _run_ahead(self, rows: Sequence[RowState], place: int, on_token: OnToken | None) -> int:
         """Takes the tokens of a row that must come next, and returns their number. The next pass computes them with the one
@@ -329,7 +394,10 @@ class BatchRows:
 
     def _begin_masks(self) -> BatchMasks | None:
         """Asks for the masks of the next tokens."""
-        return None if self._mask_maker is None else self._mask_maker.begin(self._rows)
+        return self._masks_of(self._rows)
+
+    def _masks_of(self, rows: Sequence[RowState]) -> BatchMasks | None:
+        return None if self._mask_maker is None else self._mask_maker.begin(rows)
 
     def drop_finished(self, step: int) -> None:
         """Ends a step in which no token was picked."""
@@ -342,6 +410,8 @@ class BatchRows:
             of_place = {place: number for number, place in enumerate(growing)}
             self._newest = self.at([of_place[place] for place in self.places_before], self._newest)
         self.parts = self._next_parts(step + 1)
+        if self._drafts is not None:
+            self._drafts.begin(not any(part.now.is_prefill for part in self.parts))
         self._masks = self._begin_masks()
         if not self._rows:
             self.last_step = step
@@ -349,8 +419,63 @@ class BatchRows:
     def _next_parts(self, step: int) -> tuple[RowsPart, ...]:
         if not self._rows:
             return ()
+        if self._drafts is not None:
+            return (self._decoding(slice(None)),)
         levels = self._steps_of(own.at(step) for own in self._occupancies)
         return (RowsPart(slice(None), levels, self._newest[:, None]),)
+
+    def _decoding(self, staying: slice) -> RowsPart:
+        """The step of rows that are each at a step of their own, with what they have taken ahead, and what is guessed behind
+        it. All rows that there are stay."""
+        if self._drafts is not None:
+            self._drafts.propose(self._rows, [*map(self._most_guessed, self._rows)])
+        first, more = [row.num_generated - row.ahead for row in self._rows], [*map(self._behind_newest, self._rows)]
+        levels, most = self._steps_at([*zip(self._rows, first)]), max(map(len, more))
+        if not most:
+            return RowsPart(staying, levels, self._newest[:, None])
+        ahead, tokens, places = list[TokensAhead](), list[int](), [[place] for place in range(len(more))]
+        for group in self._grouped([*map(len, more)]):
+            levels_ahead = self._steps_at([(self._rows[place], first[place] + turn + 1) for place, turn in group.tokens])
+            ahead.append(TokensAhead(group.rows, levels_ahead, group.of_one))
+            for place, turn in group.tokens:
+                places[place].append(len(more) + len(tokens))
+                tokens.append(more[place][turn])
+        all_tokens = torch.cat((self._newest, self._uploaded(torch.tensor(tokens))))
+        return RowsPart(staying, levels, all_tokens[:, None], ahead=tuple(ahead), places=tuple(map(tuple, places)))
+
+    def _grouped(self, more: Sequence[int]) -> Sequence[_Group]:
+        """Tokens that are attended in one call, for so many of each row: those of a row where nothing is ever evicted, or else
+        those that rows have in one turn. The fewer calls, the better."""
+        in_turn = [
+            _Group(rows, [(place, turn) for place in range(rows.start, rows.stop)], False)
+            for turn in range(max(more))
+            for rows in _neighbours([turn < count for count in more])
+        ]
+        by_row = [
+            _Group(slice(place, place + 1), [(place, turn) for turn in range(count)], True)
+            for place, count in enumerate(more)
+            if count
+        ]
+        return by_row if len(by_row) < len(in_turn) and all(policy.keeps_all for policy in self._policies) else in_turn
+
+    def _most_guessed(self, row: RowState) -> int:
+        """The most tokens of a row that may be taken back: nothing is evicted for them, of what a window holds either."""
+        free = min(own.budgets[0].slots - own.taken_in[0] for own in self._slots[row.row]) - row.num_generated
+        return min(free, self._most_ahead - row.ahead)
+
+    def _behind_newest(self, row: RowState) -> Sequence[int]:
+        """The tokens of a row that are computed behind its newest: those taken ahead, and those that are guessed."""
+        guessed = () if self._drafts is None else self._drafts.of(row)
+        return [*(row.seen[-row.ahead :] if row.ahead else ()), *guessed]
+
+    def _steps_at(self, rows: Sequence[tuple[RowState, int]]) -> tuple[KVStep, ...]:
+        """The decode step of rows that are each at a step of their own."""
+        each, steps = [self._slots[row.row] for row, _ in rows], [step for _, step in rows]
+        return self._steps_of((Occupancy.apart([*zip(slots, steps)]) for slots in zip(*each)), self._shared_by(rows))
+
+    def _shared_by(self, rows: Sequence[tuple[RowState, int]]) -> Sequence[SharedPrefix | None]:
+        """What rows share with others and keep elsewhere than in their own slots."""
+        return ()
 
     def _move_up(self, alive: list[int]) -> None:
         """Fills the gaps among the first rows with living rows from the end."""
@@ -370,6 +495,24 @@ class BatchRows:
     def _keep(self, places: Sequence[int]) -> None:
         self._batch = self._batch.only(places)
         self._occupancies = [policy.occupancy(self._batch, self._gen_len) for policy in self._policies] if places else []
+
+
+class _Group(NamedTuple):
+    """Tokens that are attended in one call."""
+
+    rows: slice  # their places in the batch
+    tokens: Sequence[tuple[int, int]]  # the place of each row, and which of its tokens behind the newest it is
+    of_one: bool
+
+
+def _neighbours(are_meant: Sequence[bool]) -> Iterator[slice]:
+    """The ranges of neighbouring places that are meant."""
+    start = 0
+    for is_meant, own in groupby(are_meant):
+        count = len([*own])
+        if is_meant:
+            yield slice(start, start + count)
+        start += count
 
 
 @contextmanager

@@ -9,7 +9,6 @@ and that is not kept yet, is a part of its own before theirs; it may begin with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,12 +17,13 @@ from torch import Tensor
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.drafts import Drafts
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, TokensAhead, padded
+from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, padded
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
-from h2o_flexgen.kv.step import KVStep, Upload
+from h2o_flexgen.kv.step import Upload
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import Plan
@@ -67,18 +67,18 @@ class SeatedRows(BatchRows):
         upload: Upload,
         read_back: Callable[[Tensor], Tensor],
         masks: MaskMaker | None = None,
+        drafts: Drafts | None = None,
         runs_ahead: bool = False,
     ) -> None:
-        """`runs_ahead`: rows take tokens that must come without asking the model."""
+        """`runs_ahead`: rows take tokens that must come without asking the model, and those that are guessed."""
         self._place = place
         self._prefixes = prefixes
         self._copies = plan.copies_prefixes
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
-        self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
         self._shared: dict[int, SharedPrefix | None] = {}  # what each row shares
         self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
-        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back, masks)
+        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back, masks, drafts)
         self._most_ahead = self._room_ahead() if runs_ahead else 0
         if not self._rows:
             self.last_step = 0  # no row came
@@ -122,26 +122,8 @@ class SeatedRows(BatchRows):
         levels = self._steps_of(slots, () if source is None else (source,), capacity=length)
         return RowsPart(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
 
-    def _decoding(self, staying: slice) -> RowsPart:
-        """The step of the rows that stay, with what they have taken ahead."""
-        levels = self._steps_at([(row, row.num_generated - row.ahead) for row in self._rows])
-        most = max(row.ahead for row in self._rows)
-        if not most:
-            return RowsPart(staying, levels, self._newest[:, None])
-        ahead, tokens = list[TokensAhead](), list[int]()
-        for turn in range(most):
-            for rows in _neighbours([turn < row.ahead for row in self._rows]):
-                own = [(row, row.num_generated - row.ahead + turn + 1) for row in self._rows[rows]]
-                ahead.append(TokensAhead(rows, self._steps_at(own)))
-                tokens += [row.seen[row.prompt_len + step - 1] for row, step in own]
-        all_tokens = torch.cat((self._newest, self._uploaded(torch.tensor(tokens))))
-        return RowsPart(staying, levels, all_tokens[:, None], ahead=tuple(ahead))
-
-    def _steps_at(self, rows: Sequence[tuple[RowState, int]]) -> tuple[KVStep, ...]:
-        """The decode step of rows that are each at a step of their own."""
-        each, steps = [self._slots[row.row] for row, _ in rows], [step for _, step in rows]
-        prefixes = () if self._copies else [self._shared[row.row] for row, _ in rows]
-        return self._steps_of((Occupancy.apart([*zip(slots, steps)]) for slots in zip(*each)), prefixes)
+    def _shared_by(self, rows: Sequence[tuple[RowState, int]]) -> Sequence[SharedPrefix | None]:
+        return () if self._copies else [self._shared[row.row] for row, _ in rows]
 
     def _together(self, first: int) -> Iterator[slice]:
         """Ranges of new rows that have their prompts read at once."""
@@ -194,16 +176,6 @@ class SeatedRows(BatchRows):
 
     def _keep(self, places: Sequence[int]) -> None:
         """The seats stay as they are, whichever row leaves."""
-
-
-def _neighbours(are_meant: Sequence[bool]) -> Iterator[slice]:
-    """The ranges of neighbouring places that are meant."""
-    start = 0
-    for is_meant, own in groupby(are_meant):
-        count = len([*own])
-        if is_meant:
-            yield slice(start, start + count)
-        start += count
 
 
 def _first(slots: Occupancy, need: SeatNeed) -> StepSlots:

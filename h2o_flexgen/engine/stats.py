@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from h2o_flexgen.core.workload import BlockSize
+from h2o_flexgen.engine.drafts import Drafted
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.engine.row_state import RowState
 
@@ -36,6 +37,7 @@ class Stats:
     peaks: Peaks
     replayed: int  # visits that were replayed as graphs
     unrecorded: Mapping[str, str]  # layers that could not be, and why
+    drafted: Drafted
     shrunk: tuple[BlockSize, ...]  # sizes of blocks that memory ran out in; their seconds and bytes count above
     blocks: tuple[BlockRun, ...] = field(repr=False)  # the blocks that ended; only the last has kept its trace
 
@@ -70,6 +72,7 @@ class Stats:
             peaks=peaks,
             replayed=sum(run.replayed for run in runs),
             unrecorded={layer: why for run in runs for layer, why in run.unrecorded.items()},
+            drafted=Drafted.total(run.drafted for run in runs),
             shrunk=tuple(BlockSize.of(run.block) for run in runs if run.shortage is not None),
             blocks=ended,
         )

@@ -115,7 +115,8 @@ def append_twin(
     if turn is not None:
         q, k = rotate_twin(q, turn), rotate_twin(k, turn)
     for kept, new in zip(image, (k,) if v is None else (k, v), strict=True):
-        kept[newest.rows, :, newest.slots] = new[:, 0]
+        is_one = kept.stride(0) == 0  # one row, several times
+        kept[: 1 if is_one else None][0 * newest.rows if is_one else newest.rows, :, newest.slots] = new[:, 0]
     if notes is not None:
         notes.positions[newest.rows, :, newest.slots] = newest.positions.int()
         if notes.scores is not None:

@@ -128,6 +128,13 @@ class KVCache:
         index = None if self._index is None else self._index.part(rows)
         return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge, self._cap, index)
 
+    def repeated(self, row: int, times: int) -> KVCache:
+        """The same slots as those of several rows. Each appends a token of its own, and then each attends to those of the rows
+        before it: all append before any attends. Nothing is evicted, for which there would be scores."""
+        assert self._scores is None, "rows that share slots cannot judge them"
+        image = self.image[:, row : row + 1].expand(-1, times, -1, -1, -1)
+        return KVCache(image, None, self._coding, self.prefixes, self._judge, self._cap)
+
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
         """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones."""
         for dst, src in enumerate(index):

@@ -60,14 +60,15 @@ class LayerCache:
             _put(out, heads, cache.attend(now[level], tokens.of_heads(heads)))
         return out.flatten(2)
 
-    def attend_in_turn(self, now: Steps, ahead: Sequence[tuple[slice, Steps]], tokens: NewTokens) -> Tensor:
-        """A decode step, and behind it tokens that follow the newest ones of some rows, each as in a later step. What rows hold
-        afterwards, and what each token has seen, is what it would be with a pass for each token."""
+    def attend_in_turn(self, now: Steps, ahead: Sequence[tuple[slice, Steps, bool]], tokens: NewTokens) -> Tensor:
+        """A decode step, and behind it tokens that follow the newest ones of some rows, each as in a later step; or several of
+        one row. What rows hold afterwards, and what each token has seen, is what it would be with a pass for each token."""
         start = now[0].rows
         out = [self.attend(now, tokens.of_rows(slice(start)))]
-        for rows, own in ahead:
+        for rows, own, of_one in ahead:
             end = start + own[0].rows
-            out.append(self.part(rows).attend(own, tokens.of_rows(slice(start, end))))
+            there = self.repeated(rows.start, own[0].rows) if of_one else self.part(rows)
+            out.append(there.attend(own, tokens.of_rows(slice(start, end))))
             start = end
         return torch.cat(out)
 
@@ -80,6 +81,10 @@ class LayerCache:
     def part(self, rows: slice) -> LayerCache:
         """The cache of some of the rows."""
         return LayerCache(self._heads, [cache.part(rows) for cache in self._caches])
+
+    def repeated(self, row: int, times: int) -> LayerCache:
+        """The cache of one row as that of several, for tokens that it takes one behind the other."""
+        return LayerCache(self._heads, [cache.repeated(row, times) for cache in self._caches])
 
     def forget_replaced(self) -> None:
         """Forgets which slots the last step changed one by one."""

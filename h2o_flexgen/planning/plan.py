@@ -57,6 +57,7 @@ class Shares:
 ALL_DEVICE = Shares(1.0, 0.0)
 ON, OFF = "on", "off"
 GRAPHS = (AUTO, ON, OFF)
+DRAFTS = OFF, NGRAM = OFF, "ngram"  # which tokens are tried that may come next
 PINNED, JUDGED = PREFIX_POLICIES = "pinned", "judged"  # what becomes of prefixes that rows share
 SHARE_NAMES = ("weights", "KV", "activations")
 PERCENT = Bounds(0, 100, is_whole=False)
@@ -175,6 +176,13 @@ class Plan:
         f"activations stay there, and where a check of this GPU found that they hold; {ON}: also unchecked, or it is an error",
         flags=("--graphs", "--cuda-graphs"),
     )
+    draft: str = option(
+        OFF,
+        Choice(DRAFTS),
+        "",
+        f"{NGRAM}: tokens are guessed from what came behind the same ones before, in a row's own prompt and text, and several "
+        "are checked in a pass; tokens stay the same; it is for weights that move, and keys and values that all stay in place",
+    )
     schedule: str = option(
         "zigzag",
         Choice(SCHEDULES),
@@ -227,10 +235,21 @@ class Plan:
         self._refuse_what_a_pipeline_cannot()
         if self.copies_prefixes and self.shares_prefixes:
             self.refuse_to_recall(f"prefix_policy {JUDGED!r}, which is for policies that evict", f"take {PINNED!r}")
+        self._refuse_drafts_of_policies()
         if self.policy.echoes and self.copies_prefixes and self.shares_prefixes:
             raise ValueError(
                 f"kv_policy {self.kv_policy!r} judges a prompt by its own echo, so prefix_policy {JUDGED!r} cannot judge what "
                 f"others read before; take {PINNED!r}, or shared_prefixes=False"
+            )
+
+    def _refuse_drafts_of_policies(self) -> None:
+        if self.draft == OFF:
+            return
+        self.refuse_to_recall(f"draft {self.draft!r}", "leave draft out")
+        if not self.policy.keeps_all:
+            raise ValueError(
+                f"draft {self.draft!r} takes tokens back, and kv_policy {self.kv_policy!r} may have evicted others for them; "
+                f"leave draft out, or take kv_policy {Full.name!r}"
             )
 
     def _refuse_heads_without_share(self) -> None:
@@ -407,6 +426,11 @@ class Plan:
             raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
         if not site.accelerator and site.processor.build == TORCH:
             raise ValueError(f"graphs {ON!r} needs the kernels in C, and there are none here; use {AUTO!r}")
+
+    def refuse_drafts_of_states(self, spec: ModelSpec) -> None:
+        """Raises if drafts are asked of a model with states, from which no token can be taken back."""
+        if self.draft != OFF and spec.state_layers:
+            raise ValueError(f"draft {self.draft!r} takes tokens back, and rows of {spec.name} have states; leave draft out")
 
     @property
     def has_own_buffers(self) -> bool:

@@ -88,6 +88,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "revision": ForeignOption("download that revision and give its folder as model", (None,)),
     "seed": ForeignOption("it belongs to a call: generate(..., seed=0) or SamplingParams(seed=0)", (0, None)),
     "skip_tokenizer_init": ForeignOption(f"token ids are taken with any tokenizer, or none; {_LEAVE_OUT}", (False,)),
+    "speculative_config": ForeignOption('draft="ngram" guesses tokens from texts; there is no other draft', (None,)),
     "structured_outputs_config": ForeignOption(f"llguidance holds texts to all forms; {_LEAVE_OUT}", (None,)),
     "swap_space": ForeignOption(_SHARES, (0,)),
     "tensor_parallel_size": ForeignOption(

@@ -18,6 +18,7 @@ from h2o_flexgen.cli.report.summary import (
     Timing,
     append_log,
     completion_lines,
+    drafts_entry,
     from_first_layers,
     from_first_steps,
     log_name,
@@ -37,6 +38,7 @@ from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import OFF
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
@@ -67,7 +69,7 @@ class RunOutcome:
         say(self._pictures())
         if self.job.predicted is not None:
             say(["", *self.job.predicted.beside(self.stats), *self._missed_limit()])
-        say(["", *lines_of(self._summary)])
+        say(["", *lines_of(self._summary), *lines_of(self._drafts)])
         say_broken(self.stats.peaks)
         rates = self._rates_of_machine()
         try:
@@ -161,6 +163,7 @@ class RunOutcome:
         yield noted(process_peak_bytes=peak_resident_bytes(), shrunk=[list(size) for size in self.stats.shrunk])
         yield self._lanes(machine)
         yield from _graphs(self.stats)
+        yield from self._drafts
         yield noted(seed=self.seed, threads=get_num_threads())
         yield noted(machine=describe_machine(job.llm.device), rates=_rates(machine))
         yield from self._breakdown
@@ -172,6 +175,13 @@ class RunOutcome:
         bounds = {} if machine is None else self._bounds(machine, predicted)
         lanes = lane_reports(self.stats, by_lane(predicted), self.seconds, bounds)
         return noted(lanes={lane: asdict(one) for lane, one in lanes.items()})
+
+    @property
+    def _drafts(self) -> Iterator[Entry]:
+        """What became of guessed tokens, in decode: the first token of each prompt comes from another pass."""
+        if self.job.llm.plan.draft != OFF:
+            stats = self.stats
+            yield drafts_entry(stats.drafted, stats.generated_tokens - len(self.completions), len(stats.step_seconds))
 
     @property
     def _breakdown(self) -> Iterator[Entry]:

@@ -14,6 +14,7 @@ from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, Workload
+from h2o_flexgen.engine.drafts import Drafted
 from h2o_flexgen.engine.stats import Peaks, Stats
 from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts
 from h2o_flexgen.planning.plan import Plan
@@ -214,6 +215,15 @@ def prefix_files_entry(counts: PrefixFileCounts) -> Entry:
     damaged = f"; {counts.damaged} were damaged, and made again" if counts.damaged else ""
     trouble = f"; not all could be written: {counts.trouble}" if counts.trouble else ""
     return entry("prefixes", f"in their folder: {found}, {written}{damaged}{trouble}", prefix_files=asdict(counts))
+
+
+def drafts_entry(drafted: Drafted, tokens: int, passes: int) -> Entry:
+    """The tokens that were guessed; `tokens` of all rows were generated in so many passes."""
+    proposed, accepted = drafted
+    share = f"{accepted} of {proposed} guessed tokens were right" if proposed else "no token was guessed"
+    per_pass = tokens / max(1, passes)
+    values = {"proposed": proposed, "accepted": accepted, "tokens_per_pass": round(per_pass, 3)}
+    return entry("drafts", f"{share}; {per_pass:.2f} tokens a pass", drafts=values)
 
 
 def say_broken(peaks: Peaks) -> None:

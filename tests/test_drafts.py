@@ -1,0 +1,414 @@
+"""Tokens that are guessed and checked several in one pass: they are those of no guesses, drawn or greedy, under every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.engine.drafts import ALLOWED, GRANTED, PLAIN_FIRST, Drafted, Drafts, Lookup, Worth, _OfRow
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.formats.kernel_table import INT8, TORCH
+from h2o_flexgen.kernels import native
+from h2o_flexgen.kv.layer_cache import LayerCache
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.schedule.ops import Op
+from tests.engine.test_shrink import fail_at
+from tests.helpers.contract import WITH_STATES, Case, Checkpoints
+from tests.test_arrivals import hold_contract as hold_arrivals
+from tests.test_fuzz import check_logprobs, generate, random_case, random_params
+from tests.test_stream import LENGTHS as ARRIVING
+
+LENGTHS, GROWTH = (5, 9, 4, 7, 6), (14, 12, 17, 9, 20)
+ON_DISK = (0, 0, 100, 0, 100, 0)  # weights alone: they come for each pass
+CASES = (
+    Case("llama-gqa", ON_DISK, gpu_batch_size=3),
+    Case("opt", ON_DISK, gpu_batch_size=1, num_gpu_batches=1),
+    Case("qwen3", (50, 0, 100, 0, 0, 100), gpu_batch_size=2, num_gpu_batches=2, kv_codec="group4"),
+    Case("mistral", ON_DISK, kv_codec="group8", gpu_batch_size=3, buffers=1, weight_codec="group4"),
+    Case("llama-mha", ON_DISK, gpu_batch_size=2, weight_codec="group8", compute="int8"),
+    Case("gemma3-capped", ON_DISK, gpu_batch_size=3, sep_layer=False),
+    Case("deepseek-v3", ON_DISK, gpu_batch_size=2),
+    Case("gpt-oss", ON_DISK, gpu_batch_size=3),
+    Case("bloom", ON_DISK, gpu_batch_size=2),
+    Case("llama-gqa", ON_DISK, gpu_batch_size=3, policy=(("least_prefix", 4),)),
+    Case("llama-gqa", ON_DISK, gpu_batch_size=2, policy=(("least_prefix", 4), ("prefix_policy", "judged"))),
+)
+Texts = Sequence[Sequence[int]]  # prompts with what rows will say
+Rows = Sequence[tuple[RowState, int]]
+Levels = Callable[[BatchRows, Rows], Any]
+
+
+def always() -> Any:
+    """A context in which every pass is worth a guess, however long it takes."""
+    return patch.object(Worth, "is_there", True)
+
+
+def guessing(texts: Texts, seed: int) -> Any:
+    """A context in which rows guess some tokens that they will say, and then some others."""
+    random = Random(seed)
+
+    def guess(own: _OfRow, seen: Sequence[int], most: int) -> None:
+        text = next((text for text in texts if list(text[: len(seen)]) == list(seen)), seen)
+        right, wrong = random.randrange(6), random.randrange(4)
+        told = [*text[len(seen) :][:right], *(random.choice(seen) for _ in range(wrong))]
+        own.tokens = told[: max(0, most)]
+
+    return patch.multiple(_OfRow, guess=guess)
+
+
+def said(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
+    return [
+        (one.index, out.token_ids, out.text, out.finish_reason, out.stop_reason)
+        for one in sorted(completions, key=lambda one: one.index)
+        for out in one.outputs
+    ]
+
+
+def requests_of(case: Case) -> list[Request]:
+    beginning = case.prompts[1] if dict(case.policy).get("least_prefix") else []  # that all share
+    return [Request([*beginning, *prompt], SamplingParams(most)) for prompt, most in zip(case.prompts, GROWTH)]
+
+
+def both_ways(llm: LLM, requests: Sequence[Request], **options: Any) -> Iterator[tuple[list[Completion], Drafted]]:
+    """What a fixed block says, and a running one."""
+    prompts, params = [one.prompt for one in requests], [one.params for one in requests]
+    for run in (lambda: llm.generate(prompts, params, **options), lambda: [*llm.generate_stream(requests, **options)]):
+        found = run()
+        assert llm.stats is not None
+        yield found, llm.stats.drafted
+
+
+def texts_of(completions: Sequence[Completion]) -> Texts:
+    return [[*one.prompt_token_ids, *out.token_ids] for one in completions for out in one.outputs]
+
+
+@pytest.mark.parametrize("case", [replace(case, lengths=LENGTHS) for case in CASES], ids=str)
+def test_tokens_are_those_of_no_guesses(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    requests = requests_of(case)
+    with case.open(checkpoints, offload) as llm:
+        wanted = [found for found, drafted in both_ways(llm, requests) if drafted == Drafted()]
+    with case.open(checkpoints, offload, draft="ngram") as llm, always(), guessing(texts_of(wanted[0]), len(str(case))):
+        is_near = any(width is not None and width < max(LENGTHS) for width in llm.spec.windows)
+        enough = 0 if is_near else 20  # of a window that is full nothing is overwritten
+        for (found, drafted), own in zip(both_ways(llm, requests), wanted, strict=True):
+            assert said(found) == said(own)
+            assert enough <= drafted.accepted and drafted.proposed >= enough
+
+
+def test_tokens_are_those_of_the_resident_loop(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", ON_DISK, lengths=LENGTHS, gen_len=24, gpu_batch_size=1, num_gpu_batches=2)
+    made = [checkpoints.resident_logits(case, (row,)) for row in range(len(LENGTHS))]
+    wanted = [[int(logits[0].argmax()) for logits in of_row] for of_row in made]
+    texts = [[*prompt, *own] for prompt, own in zip(case.prompts, wanted)]
+    with case.open(checkpoints, offload, draft="ngram") as llm, always(), guessing(texts, seed=2):
+        found = llm.generate(case.prompts, SamplingParams(24))
+        assert llm.stats is not None and llm.stats.drafted.accepted > 40
+        assert len(llm.stats.step_seconds) < 0.7 * 23 * 3, "three blocks, each of fewer passes"
+    assert [[*one.token_ids] for one in found] == wanted
+
+
+def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
+    """A random plan says the same with guesses and without. In 8 bits logits have the same bits, too."""
+    random, case = Random(seed), Case("lfm2")
+    while case.kind in WITH_STATES:
+        case = random_case(random, ("cpu", "pretended"))
+    percent = (*case.percent[:2], *random.choice([(100, 0), (100, 0), (0, 100)]), *case.percent[4:])
+    case = replace(case, policy=(), percent=percent, gen_len=random.randint(4, 14))
+    params = [random_params(random, case.gen_len) for _ in case.lengths]
+    try:
+        wanted, plain = generate(case, params, checkpoints, offload)
+        with always(), guessing(texts_of(wanted), seed):
+            found, logits = generate(replace(case, policy=(("draft", "ngram"),)), params, checkpoints, offload)
+        assert said(found) == said(wanted)
+        for own, other in zip(found, wanted, strict=True):
+            check_logprobs(own, other)
+        if case.compute == INT8 and case.device == "cpu" and native.in_use() != TORCH:
+            assert all(torch.equal(own, plain[place]) for place, own in logits.items()), "logits have other bits"
+    except BaseException as error:
+        raise AssertionError(f"seed {seed}: Case({case})\nparams {params}") from error
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_plans_say_the_same(seed: int, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    hold(seed, checkpoints, offload)
+
+
+@pytest.mark.fuzz
+def test_many_more_random_plans_say_the_same(fuzz_seed: int, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    hold(fuzz_seed, checkpoints, offload)
+
+
+def test_rows_that_come_meanwhile_say_the_same(checkpoints: Checkpoints, offload: Path) -> None:
+    """As with the server. All guesses are wrong."""
+    with always(), guessing((), seed=3):
+        hold_arrivals(Case("llama-gqa", ON_DISK, lengths=ARRIVING, policy=(("draft", "ngram"),)), checkpoints, offload)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offload")
+
+
+def demo(folder: Path, **options: Any) -> LLM:
+    given: dict[str, Any] = {"gpu_batch_size": 4, "percent": ON_DISK, "draft": "ngram", **options}
+    return LLM("demo", dtype="float32", offload_dir=folder, **given)
+
+
+HELD = {"regex": "[a-f ]{9}-FIXED-[0-9]{2}"}
+PARAMS = (
+    SamplingParams(30, temperature=1.0, n=3),
+    SamplingParams(25, temperature=1.4, seed=4, repetition_penalty=1.3, presence_penalty=0.4, top_p=0.9),
+    SamplingParams(3),
+    SamplingParams(30, stop=["the", ", "]),
+    SamplingParams(30, temperature=0.8, top_k=40, stop=["a"], include_stop_str_in_output=True),
+    SamplingParams(20, logprobs=2, frequency_penalty=0.3),
+    SamplingParams(20, min_tokens=9, temperature=0.7, logit_bias={5: 2.0}),
+    SamplingParams(30, temperature=1.0, structured_outputs=HELD),
+)
+BEGINNINGS = ("It was", "My dear Watson", "Alice", "Call me", "So he said that", "There", "In the beginning", "Name:")
+
+
+def test_drawn_tokens_and_all_that_ends_a_text_are_the_same(folder: Path) -> None:
+    """Where a stop or the most tokens lie within a guess; with penalties, which count tokens, log-probabilities and forms."""
+    pytest.importorskip("llguidance", reason="needs the extra [grammar]")
+    requests = [Request(text, params) for text, params in zip(BEGINNINGS, PARAMS, strict=True)]
+    told: list[dict[int, list[object]]] = []
+
+    def heard() -> Callable[..., object]:
+        told.append({})
+        return lambda row, *rest, own=told[-1]: own.setdefault(row, []).append(rest)
+
+    with demo(folder, draft="off") as llm:
+        wanted = sorted(llm.generate_stream(requests, seed=3, on_token=heard()), key=lambda one: one.index)
+    with demo(folder) as llm, always(), guessing(texts_of(wanted), seed=1):
+        found = [*llm.generate_stream(requests, seed=3, on_token=heard())]
+        assert llm.stats is not None and llm.stats.drafted.accepted > 60
+        whole = llm.generate(list(BEGINNINGS), list(PARAMS), seed=3, on_token=heard())
+        assert llm.stats.drafted.accepted > 60
+    assert said(found) == said(whole) == said(wanted)
+    assert told[0] == told[1] == told[2]
+    for own in (found, whole):
+        (scored,), (known,) = ([one.logprobs or () for one in each if one.index == 5] for each in (own, wanted))
+        assert [one.chosen.token_id for one in scored] == [one.chosen.token_id for one in known]
+        assert [one.chosen.logprob for one in scored] == pytest.approx([one.chosen.logprob for one in known], abs=1e-4)
+    assert {one.finish_reason for each in found for one in each.outputs} == {"stop", "length"}
+
+
+def test_a_conversation_goes_on_behind_what_was_guessed(folder: Path) -> None:
+    said_by: list[list[str]] = []
+    turns = ["It was the day, the day, the day", " and the", " so the day, the day"]
+    params = [SamplingParams(40, stop=["."], temperature=own) for own in (0, 0.3, 0)]
+    for draft in ("off", "ngram"):
+        with demo(folder, gpu_batch_size=1, draft=draft) as llm, always(), llm.converse(200, seed=1) as talk:
+            said_by.append([talk.reply(*each).completion.text for each in zip(turns, params)])
+            accepted = talk.drafted.accepted
+    assert said_by[0] == said_by[1] and accepted > 5
+
+
+def test_rows_that_start_again_go_on_where_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Request(text, SamplingParams(25, temperature=1.0)) for text in BEGINNINGS]
+    with demo(folder, draft="off") as llm:
+        wanted = [*llm.generate_stream(requests, seed=2)]
+    fail_at(monkeypatch, Op.COMPUTE, step=3, most_rows=2)
+    with demo(folder) as llm, always(), guessing(texts_of(wanted), seed=5), pytest.warns(RuntimeWarning, match="memory"):
+        found = [*llm.generate_stream(requests, seed=2)]
+        assert llm.stats is not None and llm.stats.drafted.accepted > 40
+    assert said(found) == said(wanted)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------------
+
+
+def keeps_what_was_wrong(levels: Levels) -> Iterator[None]:
+    """A row goes on behind a wrong token instead of on its place."""
+    judge, wrong = Drafts.judge, set[int]()
+
+    def judged(self: Drafts, rows: Sequence[RowState], accepted: Sequence[int]) -> None:
+        wrong.update(row.row for row, right in zip(rows, accepted) if right < len(self.of(row)))
+        judge(self, rows, accepted)
+
+    def shifted(self: BatchRows, rows: Rows) -> Any:
+        return levels(self, [(row, step + (row.row in wrong and step < row.max_tokens - 1)) for row, step in rows])
+
+    with patch.object(Drafts, "judge", judged), patch.object(BatchRows, "_steps_at", shifted):
+        yield
+
+
+def is_at_the_next_position(levels: Levels) -> Iterator[None]:
+    """A guessed token is computed as the one behind it."""
+
+    def shifted(self: BatchRows, rows: Rows) -> Any:
+        return levels(self, [(row, min(step + (step > row.num_generated), row.max_tokens - 1)) for row, step in rows])
+
+    with patch.object(BatchRows, "_steps_at", shifted):
+        yield
+
+
+def draws_twice(_: Levels) -> Iterator[None]:
+    """The tokens behind a guess are drawn with the number of the one before."""
+    draws, try_on = Sampler._draws, BatchRows._try_on
+
+    def earlier(self: Sampler, params: Any, rows: Any, steps: Sequence[int], *rest: Any) -> Any:
+        return draws(self, params, rows, [step - 1 for step in steps], *rest)
+
+    def tried(self: BatchRows, *given: Any) -> int:
+        with patch.object(Sampler, "_draws", earlier):
+            return try_on(self, *given)
+
+    with patch.object(BatchRows, "_try_on", tried):
+        yield
+
+
+def believes_all(_: Levels) -> Iterator[None]:
+    with patch.object(BatchRows, "_is_right", lambda self, row, turn: True):
+        yield
+
+
+def takes_the_slots_of_the_first_row(_: Levels) -> Iterator[None]:
+    repeated = LayerCache.repeated
+    with patch.object(LayerCache, "repeated", lambda self, row, times: repeated(self, 0, times)):
+        yield
+
+
+def reads_logits_one_turn_late(_: Levels) -> Iterator[None]:
+    tried = BatchRows.tried_hidden
+
+    def late(self: BatchRows, hidden: Tensor) -> Tensor | None:
+        found = tried(self, hidden)
+        return None if found is None else found.roll(1, 0)
+
+    with patch.object(BatchRows, "tried_hidden", late):
+        yield
+
+
+FAULTS = (
+    keeps_what_was_wrong,
+    is_at_the_next_position,
+    draws_twice,
+    believes_all,
+    takes_the_slots_of_the_first_row,
+    reads_logits_one_turn_late,
+)
+
+
+def test_planted_faults_are_found(folder: Path) -> None:
+    requests = [Request(text, SamplingParams(20, temperature=1.0)) for text in BEGINNINGS[:4]]
+    with demo(folder, draft="off") as llm:
+        wanted = [*llm.generate_stream(requests, seed=2)]
+    with demo(folder) as llm, always(), guessing(texts_of(wanted), seed=5):
+        assert said([*llm.generate_stream(requests, seed=2)]) == said(wanted)
+        for fault in FAULTS:
+            with contextmanager(fault)(BatchRows._steps_at):
+                assert said([*llm.generate_stream(requests, seed=2)]) != said(wanted), fault.__name__
+
+
+# -- what is guessed, and when ------------------------------------------------------------------------------------------------
+
+
+def test_what_came_behind_the_longest_of_the_last_tokens_is_guessed() -> None:
+    look = Lookup()
+    assert look.guess([1, 2, 3], 4) == []
+    assert look.guess([1, 2, 3, 9, 2, 3], 2) == [9, 2], "behind 2 3"
+    assert look.guess([1, 2, 3, 9, 2, 3, 8, 7, 2, 3], 3) == [8, 7, 2], "their last place"
+    assert look.guess([1, 2, 3, 9, 2, 3, 8, 7, 2, 3, 9, 2, 3], 2) == [8, 7], "behind 3 9 2 3, not behind the newer 2 3"
+    assert Lookup().guess([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5], "a text that repeats itself goes on so"
+    assert Lookup().guess([5], 3) == Lookup().guess([], 3) == []
+
+
+def test_a_row_guesses_more_when_it_is_right_and_rests_when_it_is_wrong() -> None:
+    row, text = _OfRow(), [1, 2, 3] * 30
+    lengths = []
+    for accepted in (4, 8, 16, 16, 5, 4):
+        row.guess(text, 100)
+        lengths.append(len(row.tokens))
+        row.judge(accepted)
+    assert lengths == [4, 8, 16, 16, 16, 5]
+    rests = []
+    for _ in range(7):
+        row.guess(text, 100)
+        while not row.tokens:
+            row.guess(text, 100)
+            rests[-1] += 1
+        row.judge(0)
+        rests.append(0)
+    assert rests[:-1] == [1, 3, 7, 15, 31, 32]
+    row.rest = 0
+    row.guess(text, 100)
+    row.judge(0, is_free=True)
+    assert row.rest == 0
+    row.guess(text, 0)
+    assert not row.tokens, "where there is no room"
+
+
+def test_passes_carry_guesses_where_these_bring_more_than_they_take() -> None:
+    worth = Worth()
+    assert not worth.is_there, "nothing is known of passes"
+    for _ in range(PLAIN_FIRST):
+        worth.note(1.0, 0, 0, rows=1)
+    assert worth.is_there
+    for _ in range(2):
+        assert not worth.is_free
+        worth.note(1.01, 8, 0, rows=1)
+    assert worth.is_there and worth.is_free
+    worth.note(4.0, 8, 3, rows=1)
+    assert worth.is_there and not worth.is_free, "3 s more brought 3 tokens"
+    worth.note(4.0, 8, 3, rows=2)
+    assert not worth.is_there, "a token of two rows is worth half a pass: 1.5 s were lost"
+    seconds = 0
+    while not worth.is_there:
+        worth.note(1.0, 0, 0, rows=2)
+        seconds += 1
+    assert seconds == pytest.approx((1.52 - GRANTED) / ALLOWED - 12, abs=2), "until they are few beside all"
+    worth.note(2.0, 8, 3, rows=1)
+    assert worth.debt == 0.0, "what was brought is not saved for later"
+
+
+def test_wrong_guesses_cost_few_seconds_however_dear_they_are() -> None:
+    worth, seconds = Worth(), 0.0
+    for _ in range(2000):
+        tried = 8 * worth.is_there
+        worth.note(4.0 if tried else 1.0, tried, 0, rows=1)
+        seconds += 4.0 if tried else 1.0
+    assert 2000 < seconds < 1.02 * 2000
+
+
+@pytest.mark.parametrize(
+    ("options", "said_why"),
+    [
+        ({"draft": "trees"}, "draft"),
+        ({"draft": "ngram", "kv_policy": "h2o", "heavy": 2, "recent": 2}, "kv_policy 'h2o'"),
+        ({"draft": "ngram", "kv_policy": "local", "recent": 8}, "kv_policy 'local'"),
+        ({"draft": "ngram", "kv_recall": 0.5}, "kv_recall"),
+    ],
+)
+def test_what_cannot_be_guessed_is_refused_in_one_line(options: dict[str, Any], said_why: str) -> None:
+    with pytest.raises(ValueError, match=said_why) as refused:
+        Plan.create(**options)
+    assert "\n" not in str(refused.value)
+
+
+def test_models_with_states_are_refused(checkpoints: Checkpoints, offload: Path) -> None:
+    with pytest.raises(ValueError, match="states") as refused:
+        Case("lfm2", ON_DISK).open(checkpoints, offload, draft="ngram")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("percent", [(0, 0, 0, 0, 0, 0), (100, 0, 100, 0, 100, 0)])
+def test_nothing_is_guessed_where_a_pass_fewer_moves_no_less(percent: tuple[float, ...], folder: Path) -> None:
+    with demo(folder, percent=percent) as llm, always():
+        llm.generate(["the day, the day, the day, the day,"], SamplingParams(10))
+        assert llm.stats is not None and llm.stats.drafted == Drafted()
