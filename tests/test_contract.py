@@ -37,7 +37,7 @@ from tests.helpers.contract import (
     kept_as,
 )
 from tests.helpers.held_by_hand import HELD
-from tests.helpers.pairwise import WHERE, Name, covering, everywhere, on_devices
+from tests.helpers.pairwise import Name, covering, in_turn, on_devices
 from tests.helpers.resident import resident_generate
 from tests.kernels.variants import used
 
@@ -83,7 +83,7 @@ ATTENDING = (
 )  # others attend as one of these does
 
 
-WITHIN_A_CACHE = {"prefill_tokens", "kv_codec", "device", WHERE, "prefix_policy", "lengths", "num_gpu_batches"}
+WITHIN_A_CACHE = {"prefill_tokens", "kv_codec", "device", "attend_on", "prefix_policy", "lengths", "num_gpu_batches"}
 
 
 def has_code(pair: Mapping[Name, Any]) -> bool:
@@ -132,7 +132,7 @@ def test_blocks_keep_their_place_in_a_page(
     hold_contract(Case(lengths=RAGGED[:4], gen_len=3, gpu_batch_size=2, **values), checkpoints, offload)
 
 
-@pytest.mark.parametrize("values", everywhere({"weights": TIERS, "kv": TIERS, "hidden": TIERS}))
+@pytest.mark.parametrize("values", in_turn({"weights": TIERS, "kv": TIERS, "hidden": TIERS, "attend_on": (DEVICE, HOST)}))
 def test_every_tier_for_each_kind_of_data(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -182,6 +182,7 @@ def is_of_formats(pair: Mapping[Name, Any]) -> bool:
 STORED_CASES = {
     ("kind", "stored", "weight_codec", "compute"): STORED,
     "percent": (MIXES[2], MIXES[3]),  # all weights come from the disk, or some from each tier
+    "attend_on": (DEVICE, HOST),
     "kv_codec": (PLAIN, "group4"),
     "dtype": ("float32", "bfloat16"),
 }

@@ -24,6 +24,7 @@ from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
 from tests.helpers import tiny
 from tests.helpers.contract import (
+    BESIDE_SCANS,
     BY_HEAD,
     GATED,
     POLICIES,
@@ -79,7 +80,7 @@ def random_case(random: Random, devices: Sequence[str]) -> Case:
         weight_codec=weight_codec,
         compute=compute,
         kv_codec=kept_as(kind, random.choice([PLAIN, PLAIN, "group4", "group8"])),
-        attend_on=DEVICE if kind in GATED else random.choice([DEVICE, HOST]),
+        attend_on=DEVICE if kind in (*GATED, *BESIDE_SCANS) else random.choice([DEVICE, HOST]),
     )
 
 

@@ -50,8 +50,8 @@ def python(*words: str, folder: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip makes of a source distribution, in a folder of its own. Kernels are built for one kind of processor,
-    without inlining and optimising: those for others have the same sources, and all of them together take minutes."""
+    """What pip makes of a source distribution, in a folder of its own. Kernels are built for one kind of processor, and not
+    optimised: those for others have the same sources, and all of them together take minutes."""
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
     for file in FILES:
         copy = source / file.relative_to(ROOT)
@@ -61,7 +61,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(source)
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--no-compile")
     words = ("-m", "pip", "install", "-q", *offline, "--target", str(made / "target"), str(archive))
-    python(*words, folder=made, CFLAGS="-O0 -g0 -Dalways_inline=", H2O_FLEXGEN_BUILD="baseline")
+    python(*words, folder=made, CFLAGS="-O0 -g0", H2O_FLEXGEN_BUILD="baseline")
     return made / "target"
 
 

@@ -220,7 +220,8 @@ def open_checkpoint(
     if is_gguf(place):
         adapters.refuse("a GGUF file")
         assert names.gguf is not None, names
-        return Checkpoint(place, *heads_apart(*stored_in(GgufModel(read(place), names.gguf, names.model_type)), names))
+        said = GgufModel.of(read(place), {names.model_type: names.gguf})
+        return Checkpoint(place, *heads_apart(*stored_in(said), names))
     if not place.is_dir():
         raise ValueError(f"model folder {place} does not exist")
     quantisation = folder_quantisation(place)

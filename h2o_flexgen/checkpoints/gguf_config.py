@@ -41,7 +41,7 @@ FLOAT32 = "float32"
 # of a config: a GGUF file may say them, and a folder only where transformers reads them, too
 OWN_KEYS = (
     *("rope_interleave", "rope_divisors", "experts_apart", "norms_are_whole", "qkv_apart"),
-    *("rates_are_whole", "value_heads_are_tiled"),
+    *("rates_are_whole", "value_heads_are_tiled", "projections_are_apart", "mlps_are_apart"),
 )
 
 # keys behind the name of the architecture
@@ -78,10 +78,11 @@ def config_in(gguf: Gguf, known: Mapping[str, GgufArchitecture]) -> dict[str, An
     _refuse_other_arithmetic(said)
     heads, weighing = _heads(said), _weighing(said)
     own = {key: read(said) for key, read in said.architecture.keys.items()}
+    inner = {} if "intermediate_size" in own else {"intermediate_size": said.whole("feed_forward_length")}
     return {
         "model_type": said.model_type,
         "hidden_size": said.whole("embedding_length"),
-        "intermediate_size": said.whole("feed_forward_length", 0 if "intermediate_size" in said.architecture.keys else None),
+        **inner,
         "num_hidden_layers": said.blocks,
         "max_position_embeddings": said.whole("context_length"),
         "rms_norm_eps": said.number(RMS_EPS, 0.0 if said.has(LAYER_EPS) else None),

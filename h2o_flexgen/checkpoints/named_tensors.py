@@ -161,7 +161,7 @@ def _check_heads(tensor: StoredTensor, own: OfHeads) -> None:
 
 # -- of GGUF files -----------------------------------------------------------------------------------------------------
 
-IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>[\w.]+\.(weight|bias|scale)|ssm_a)")
+IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>[\w.]+\.(weight|bias|scale)|ssm_[ad])")
 
 # names in files -> names in models
 OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -200,6 +200,8 @@ def _each_expert(name: str, tensor: GgufTensor, said: GgufModel) -> Iterator[tup
     shape = (1, *tensor.shape) if is_row else tensor.shape
     if len(shape) == 2 and name.endswith(said.architecture.convolutions):
         shape = shape[0], 1, shape[1]
+    if len(shape) == 2 and name.endswith(said.architecture.vectors):
+        shape = (shape[0] * shape[1],)
     if len(shape) == 3 and name.endswith(said.architecture.of_heads):
         shape = shape[0] * shape[1], shape[2]
     whole = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.format, shape)

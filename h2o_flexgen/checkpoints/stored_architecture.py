@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -138,6 +138,8 @@ class GgufArchitecture:
     routers: tuple[int, ...] = ()  # how those of its files choose experts; empty: any way
     has_latents: bool = False  # its heads are made of latent vectors, which are one head of keys
     convolutions: tuple[str, ...] = ()  # names in models of what files have as a matrix, with a row for each channel
+    vectors: tuple[str, ...] = ()  # names in models of vectors that files have as matrices
+    other_names: tuple[str, ...] = ()  # that some of its files have
     has_states: bool = False  # rows have a state in some layers, which have no KV heads
 
 
@@ -159,7 +161,11 @@ class GgufModel:
                 f"{metadata.path} holds no model but something of the type {shown(kind)}; give the model's own file"
             )
         name = metadata.text(ARCHITECTURE)
-        candidates = [cls(gguf, one, model_type) for model_type, one in known.items() if one.name == name]
+        candidates = [
+            cls(gguf, replace(one, name=name), model_type)
+            for model_type, one in known.items()
+            if name in (one.name, *one.other_names)
+        ]
         if not candidates:
             hint = known_of_many(name, (one.name for one in known.values()), TABLE_OF_MODELS)
             raise ValueError(f"{metadata.path} is of the architecture {shown(name)}, which is not read{hint}")

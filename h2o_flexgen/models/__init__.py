@@ -88,6 +88,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "qwen3_next": ("qwen_next", "Qwen3Next"),
     "bamba": ("mamba", "Bamba"),
     "granitemoehybrid": ("granite_hybrid", "GraniteHybrid"),
+    "falcon_h1": ("falcon_h1", "FalconH1"),
+    "nemotron_h": ("nemotron_h", "NemotronH"),
 }
 
 

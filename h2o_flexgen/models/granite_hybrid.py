@@ -9,19 +9,36 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.stored_architecture import (
+    ATTENTION,
+    EXPERTS,
+    KV_HEADS,
+    MLP,
+    NORMS,
+    ROUTER,
+    GgufModel,
+    shared_expert,
+    weights,
+)
 from h2o_flexgen.core.model_spec import MOST_WIDTH, LayerSpec
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Whole, refuse_short
-from h2o_flexgen.models.granite import GraniteMoe
+from h2o_flexgen.models.granite import IN_GGUF, GraniteMoe
+from h2o_flexgen.models.granite import KEYS as OF_GRANITE
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, MlpNames
-from h2o_flexgen.models.mamba import SIZES, Mamba
-from h2o_flexgen.models.mixture import Mixture
+from h2o_flexgen.models.mamba import IN_FILES, KERNEL, KEYS, SIZES, VECTORS, Mamba
+from h2o_flexgen.models.mixture import SHARED, Mixture
 from h2o_flexgen.models.phi3 import FUSED_STATES
 
-INTO_SHARED, OUT_OF_SHARED = "mlp.shared_experts.gate_up_proj", "mlp.shared_experts.down_proj"
-ROTATED = "rope"
+INTO_SHARED, OUT_OF_SHARED = f"{SHARED}.gate_up_proj", f"{SHARED}.down_proj"
+ROTATED, FINETUNED = "rope", "rope.scaling.finetuned"
+SCAN, FULL = "linear_attention", "full_attention"
+
+
+def _shared_width(said: GgufModel) -> int:
+    return said.shared_expert_width if said.experts else said.rows_in_block(0, "ffn_gate.weight")
 
 
 class GraniteHybrid(Mamba, GraniteMoe):
@@ -36,10 +53,37 @@ class GraniteHybrid(Mamba, GraniteMoe):
         r"\.shared_mlp\.input_linear\.": f".{INTO_SHARED}.",
         r"\.shared_mlp\.output_linear\.": f".{OUT_OF_SHARED}.",
     }
-    gguf = None
+    gguf = replace(
+        IN_GGUF,
+        name="granitehybrid",
+        tensors={
+            **weights(ATTENTION, NORMS, EXPERTS, ROUTER, shared_expert(SHARED)),
+            **weights({name: own.replace("mlp.", f"{SHARED}.") for name, own in MLP.items()}),  # where there are no experts
+            **IN_FILES,
+        },
+        keys={
+            **OF_GRANITE,
+            **KEYS,
+            "mamba_expand": lambda said: said.whole("ssm.inner_size") // max(1, said.whole("embedding_length")),
+            "num_local_experts": lambda said: said.experts,
+            "num_experts_per_tok": lambda said: said.whole("expert_used_count", 1),
+            "intermediate_size": lambda said: said.expert_width if said.experts else said.whole("feed_forward_length"),
+            "shared_intermediate_size": _shared_width,
+            "layer_types": lambda said: [FULL if heads else SCAN for heads in said.numbers_of_blocks(KV_HEADS) or ()],
+            "position_embedding_type": lambda said: ROTATED if said.flag(FINETUNED, False) else "nope",
+            "mlps_are_apart": lambda said: True,
+        },
+        heeds={**IN_GGUF.heeds, FINETUNED: None},
+        has_experts=None,
+        sums_to_one=True,
+        convolutions=(KERNEL,),
+        vectors=VECTORS,
+        has_states=True,
+    )
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         refuse_short(config, "layer_types")
+        self._mlps_are_apart = bool(getattr(config, "mlps_are_apart", False))  # in GGUF files, from what their gates are
         super().__init__(config, dtype, sep_layer, name)
 
     @staticmethod
@@ -68,6 +112,8 @@ class GraniteHybrid(Mamba, GraniteMoe):
         return layout.joined(norm, router, self.mlp_parameters(width, mixture.shared))
 
     def mlp_parameters(self, width: int, inner: int) -> Parameters:
+        if self._mlps_are_apart:
+            return MlpNames.of(SHARED).parameters(width, inner)
         ways_in = layout.linear(INTO_SHARED, 2 * inner, width, bias=False)
         return layout.joined(ways_in, layout.linear(OUT_OF_SHARED, width, inner, bias=False))
 
@@ -75,5 +121,7 @@ class GraniteHybrid(Mamba, GraniteMoe):
         return replace(super().mlp_layer(width, inner, origin), passing_width=FUSED_STATES * inner)
 
     def gated(self, x: Tensor, weights: Weights, names: MlpNames) -> Tensor:
+        if self._mlps_are_apart:
+            return super().gated(x, weights, MlpNames.of(SHARED))
         made = self._gating(*(half.contiguous() for half in tensor_ops.linear(x, weights, INTO_SHARED).chunk(2, dim=-1)))
         return tensor_ops.linear(made, weights, OUT_OF_SHARED)

@@ -137,6 +137,12 @@ def stateful(
     return replace(made, states=tuple(states), visits=(ATTENTION_VISIT,), passing_width=passing_width)
 
 
+def beside(function: LayerFunction, attending: LayerSpec, other: LayerSpec) -> LayerSpec:
+    """One layer of two that are computed of the same hidden states, by a method that does both. What the host would need to
+    attend for it is not told."""
+    return replace(_in_one([attending, other]), functions=(function.__name__,), halves=None)
+
+
 def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:
     return replace(layer(function, parameters, out_width, origin), passing_width=MLP_STATES * inner_width)
 

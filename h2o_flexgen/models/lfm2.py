@@ -4,15 +4,22 @@ few before it, and the inputs of these are all that a row keeps there."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
+    DENSE_BLOCKS,
+    EXPERTS,
+    GATING,
     HEAD_NORMS,
     KV_HEADS,
     OF_LLAMA,
     RMS_EPS,
+    ROUTER,
+    SIGMOID,
+    WEIGHTS_SCALE,
     GgufArchitecture,
     Said,
     weights,
@@ -23,7 +30,7 @@ from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, RouterScore
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, Bounds, Config, Flag, Number, Whole, refuse_short
-from h2o_flexgen.models.glm import CorrectedMixture
+from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
@@ -132,6 +139,22 @@ class Lfm2(Convolutions):
 class Lfm2Moe(Convolutions, CorrectedMixture):
     """Its first blocks have a single mlp. A correction changes which experts are chosen, where the config asks for it."""
 
+    gguf = replace(
+        OF_FILES,
+        name="lfm2moe",
+        tensors={**OF_FILES.tensors, **weights(EXPERTS, ROUTER), **CORRECTION_IN_FILES},
+        keys={
+            **KEYS,
+            "num_experts": lambda said: said.experts,
+            "num_dense_layers": lambda said: said.whole(DENSE_BLOCKS),
+            "moe_intermediate_size": lambda said: said.expert_width,
+            "routed_scaling_factor": lambda said: said.number(WEIGHTS_SCALE, 0.0) or 1.0,
+            "use_expert_bias": lambda said: any(name.endswith("exp_probs_b.bias") for name in said.tensors),
+        },
+        heeds={GATING: (SIGMOID,), DENSE_BLOCKS: None, WEIGHTS_SCALE: None},
+        has_experts=True,
+        sums_to_one=True,
+    )
     bounds: ClassVar[Bounds] = {
         **SIZES,
         "num_dense_layers": Whole(1 << 12, may_be_zero=True),

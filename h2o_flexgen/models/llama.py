@@ -294,8 +294,7 @@ class Decoder(InHalves):
         width, usual = config.hidden_size, self.usual_kv_heads(config)
 
         def parts(index: int) -> Sequence[LayerSpec]:
-            origin = Origin(dtype, f"model.layers.{index}.", index)
-            return self.mixing_layer(config, index, origin), *self.behind_attention(config, sep_layer, origin)
+            return self.layers_of_block(config, index, sep_layer, Origin(dtype, f"model.layers.{index}.", index))
 
         outside = Origin(dtype, "model.")
         tokens = layout.table("embed_tokens", config.vocab_size, width)
@@ -325,6 +324,9 @@ class Decoder(InHalves):
         named = replace(outside, stored_as={"lm_head.weight": weight, "lm_head.bias": "lm_head.bias"})
         logits = layout.linear("lm_head", config.vocab_size, config.hidden_size, self._traits.head_bias)
         return layout.head(Decoder.head, norm, logits, named)
+
+    def layers_of_block(self, config: Config, block: int, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
+        return self.mixing_layer(config, block, origin), *self.behind_attention(config, sep_layer, origin)
 
     def mixing_layer(self, config: Config, block: int, origin: Origin) -> LayerSpec:
         """The layer of a block in which a token meets those before it: its attention."""

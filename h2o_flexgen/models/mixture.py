@@ -129,7 +129,8 @@ class MixtureOfExperts(Decoder):
         self._mixture = self.mixture_of(config)
         super().__init__(config, dtype, sep_layer, name)
         self._slices = self._of_layers(config.hidden_size, sep_layer)
-        self._names = [MlpNames.of(f"mlp.experts.{number}") for number in range(self._mixture.experts)]
+        gated = self._traits.gated
+        self._names = [MlpNames.of(f"mlp.experts.{number}", gated) for number in range(self._mixture.experts)]
 
     @staticmethod
     @abstractmethod
@@ -175,7 +176,8 @@ class MixtureOfExperts(Decoder):
 
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
-        return MlpNames.of(f"mlp.experts.{number}").parameters(width, mixture.inner, mixture.expert_bias, mixture.share)
+        names = MlpNames.of(f"mlp.experts.{number}", self._traits.gated)
+        return names.parameters(width, mixture.inner, mixture.expert_bias, mixture.share)
 
     def routing(self, width: int) -> layout.Parameters:
         """What stands before the experts."""
@@ -183,7 +185,7 @@ class MixtureOfExperts(Decoder):
         norm = self.norm_parameters(width, self.norm_of_experts)
         router = layout.router(mixture.router, mixture.experts, width, mixture.router_bias, self.routes_wide)
         bias = self._traits.mlp_bias
-        shared = MlpNames.of(mixture.shared_name).parameters(width, mixture.shared, bias) if mixture.shared else {}
+        shared = self.names_of_shared.parameters(width, mixture.shared, bias) if mixture.shared else {}
         return layout.joined(norm, router, shared)
 
     @property
@@ -229,7 +231,11 @@ class MixtureOfExperts(Decoder):
 
     def add_shared(self, x: Tensor, weights: Weights, total: Tensor) -> None:
         """Begins the sum of the experts (tokens, width), fp32, with the mlp that all tokens pass through."""
-        total.copy_(self.gated(x, weights, MlpNames.of(self._mixture.shared_name)).flatten(0, -2))
+        total.copy_(self.gated(x, weights, self.names_of_shared).flatten(0, -2))
+
+    @property
+    def names_of_shared(self) -> MlpNames:
+        return MlpNames.of(self._mixture.shared_name, self._traits.gated)
 
     def given_to_experts(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
         """Adds what these experts make of the tokens that they were given."""
@@ -257,8 +263,12 @@ class MixtureOfExperts(Decoder):
 
     def made_by(self, asked: ExpertGroup, weights: Weights) -> Tensor:
         """What some experts make of their rows, which follow each other."""
-        gate, up = self.gate_and_up(asked, weights)
-        inner = self.gated_by_expert(gate, up, asked.counts)
+        if self._traits.gated:
+            gate, up = self.gate_and_up(asked, weights)
+            inner = self.gated_by_expert(gate, up, asked.counts)
+        else:
+            (up,) = tensor_ops.linears_of_each(asked.x, asked.counts, weights, [self._names[one].up for one in asked.experts])
+            inner = tensor_ops.activated_each(self._gating, up, asked.counts)
         (down,) = tensor_ops.linears_of_each(
             inner, asked.counts, weights, [self._names[number].down for number in asked.experts]
         )

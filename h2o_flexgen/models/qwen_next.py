@@ -88,6 +88,22 @@ OF_FILES = GgufArchitecture(
 )
 
 
+OF_MIXTURES = replace(
+    OF_FILES,
+    name="qwen35moe",
+    tensors={**IN_FILES, **weights(EXPERTS, ROUTER, shared_expert(SHARED), {"ffn_gate_inp_shexp": SHARED_GATE})},
+    keys={
+        **OF_FILES.keys,
+        "num_experts": lambda said: said.experts,
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), lambda said: said.expert_width),
+        "shared_expert_intermediate_size": lambda said: said.shared_expert_width,
+    },
+    has_experts=True,
+    sums_to_one=True,
+    single_rows=(f"{SHARED_GATE}.weight",),
+)
+
+
 class DeltaHeads(NamedTuple):
     """The heads of the delta rule. Each key head serves some value heads, which follow one another."""
 
@@ -244,20 +260,7 @@ class DeltaNetMoe(DeltaNet, Qwen2Moe):
 
 
 class Qwen35Moe(DeltaNetMoe):
-    gguf = replace(
-        OF_FILES,
-        name="qwen35moe",
-        tensors={**IN_FILES, **weights(EXPERTS, ROUTER, shared_expert(SHARED), {"ffn_gate_inp_shexp": SHARED_GATE})},
-        keys={
-            **OF_FILES.keys,
-            "num_experts": lambda said: said.experts,
-            **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), lambda said: said.expert_width),
-            "shared_expert_intermediate_size": lambda said: said.shared_expert_width,
-        },
-        has_experts=True,
-        sums_to_one=True,
-        single_rows=(f"{SHARED_GATE}.weight",),
-    )
+    gguf = OF_MIXTURES
     bounds: ClassVar[Bounds] = {**DeltaNetMoe.bounds, "intermediate_size": Whole(MOST_WIDTH)}  # its configs have none
 
     @staticmethod
@@ -271,7 +274,24 @@ class Qwen35Moe(DeltaNetMoe):
 
 
 class Qwen3Next(DeltaNetMoe):
-    """All that a key head has to do with comes out of two matrices, head by head."""
+    """All that a key head has to do with comes out of two matrices, head by head. In GGUF files the first is two, in which
+    queries, keys and values of all heads lie side by side."""
+
+    gguf = replace(
+        OF_MIXTURES,
+        name="qwen3next",
+        tensors={**OF_MIXTURES.tensors, "ssm_ba.weight": f"{NAME}.in_proj_ba.weight"},
+        keys={
+            **{
+                key: said for key, said in OF_MIXTURES.keys.items() if key not in ("value_heads_are_tiled", "intermediate_size")
+            },
+            "projections_are_apart": lambda said: True,
+        },
+    )
+
+    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        self._are_apart = bool(getattr(config, "projections_are_apart", False))
+        super().__init__(config, dtype, sep_layer, name)
 
     @staticmethod
     def mixture_of(config: Config) -> Mixture:
@@ -279,11 +299,15 @@ class Qwen3Next(DeltaNetMoe):
 
     def projections(self, width: int) -> Parameters:
         own = self._delta
-        sizes = {"qkvz": own.convolved + own.values, "ba": 2 * own.heads}
+        both = {"qkv": own.convolved, "z": own.values} if self._are_apart else {"qkvz": own.convolved + own.values}
+        sizes = {**both, "ba": 2 * own.heads}
         return layout.joined(*(layout.linear(f"{NAME}.in_proj_{part}", size, width, False) for part, size in sizes.items()))
 
     def asked_of_states(self, x: Tensor, weights: Weights) -> Projected:
         own, served = self._delta, self._delta.heads // self._delta.key_heads
+        if self._are_apart:
+            qkv, gate, ba = tensor_ops.linears(x, weights, *(f"{NAME}.in_proj_{part}" for part in ("qkv", "z", "ba")))
+            return Projected(qkv, gate, *_of_heads(ba, own.key_heads, (served, served)))
         qkvz, ba = tensor_ops.linears(x, weights, f"{NAME}.in_proj_qkvz", f"{NAME}.in_proj_ba")
         widths = own.key_width, own.key_width, served * own.value_width, served * own.value_width
         q, k, v, gate = _of_heads(qkvz, own.key_heads, widths)

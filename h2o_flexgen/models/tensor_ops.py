@@ -182,8 +182,15 @@ def refuse_other_than_silu(name: str) -> None:
         raise ValueError(f"activation {name!r} is not supported behind a short convolution; {SILU[0]} is")
 
 
+def activated_each(gating: Gating, x: Tensor, counts: Counts) -> Tensor:
+    """An activation of rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
+    if isinstance(counts, CountedRows):
+        raise CannotBeRecorded("experts without a gate are not computed where memory counts their rows")
+    return torch.cat([gating(own) for own in x.split(list(counts))])
+
+
 def gated_each(gating: Gating, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
-    """The same for rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
+    """The same with a gate and what goes up."""
     if gating is gated_silu:
         return gated_silu_of_each(gate, up, counts)
     if gating is gated_gelu_tanh:

@@ -207,6 +207,8 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at
     widened = spec.itemsize if site.threads_of(PROMPT_ATTENTION, spec.dtype) else max(spec.itemsize, 4)  # torch sums in fp32
     attention = tokens * (normed + 4 * _values_of_heads(spec) * widened + _picking_bytes(spec, levels))
     attention += max(_prompt_attention_bytes(at, site, at_once) for at in levels)
+    if any(layer.has_kv and layer.states for layer in spec.unlike_layers):
+        attention += tokens * spec.width * spec.itemsize  # what a scan beside attention has made
     attention += total * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
     passing = max(width for width, _ in spec.passing_widths) * spec.itemsize
     passing_states = _states_bytes(spec, site, batch.size, min(batch.prompt_len * batch.readings, at_once))

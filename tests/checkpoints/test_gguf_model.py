@@ -209,7 +209,7 @@ def test_the_config_says_what_the_model_was_written_from(kind: str, tmp_path: Pa
     assert getattr(found, eps, USUAL_EPS) == pytest.approx(getattr(meant, eps, USUAL_EPS))
     if kind.startswith(("llama", "qwen3")):
         assert found.attention_bias == meant.attention_bias
-    meant.experts_apart = True  # as files have them
+    meant.experts_apart = meant.projections_are_apart = meant.mlps_are_apart = True  # as files have them
     spec, theirs = create_model(found, "float32").spec, create_model(meant, "float32").spec
     assert spec == theirs  # the sliding window is the reach of positions
     assert {found.bos_token_id, found.eos_token_id, found.pad_token_id} == {None}
@@ -338,7 +338,7 @@ def test_positions_are_scaled_only_as_kind_and_mix_both_say(
     ("values", "word"),
     [
         ({"general.architecture": "bert"}, "'bert', which is not read; docs/checkpoints.md lists all that are"),
-        ({"general.architecture": "qwen3next"}, "known and like it: qwen3"),
+        ({"general.architecture": "qwen3vl"}, "known and like it: qwen3"),
         ({"general.architecture": "mistral"}, "known and like it: mistral3; docs/checkpoints.md lists all that are"),
         ({"general.type": "adapter"}, "'adapter'"),
         ({"llama.expert_count": 8}, "no blk.0.ffn_gate_exps.weight"),

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from h2o_flexgen.models import create_model
 from tests.helpers.tiny import KINDS, checkpoint_tensors, tiny_hf_model
 
 Bytes = NDArray[np.uint8]
@@ -73,6 +74,10 @@ def save_gguf(
     model = tiny_hf_model(kind, seed, **{**sizes_for(format, KINDS[kind][0]), **changes})
     model.config.allow_global_per_layer_attribute_access = True
     family = FAMILIES[model.config.model_type]
+    if "moe" in (getattr(model.config, "layers_block_type", None) or ()):
+        family = family._replace(architecture="nemotron_h_moe", says=(*family.says, _choice_of_nemotron))
+    if getattr(model.config, "num_local_experts", None) == 0:  # what all tokens pass through is then the mlp
+        family = family._replace(names={own: name.removesuffix("_shexp") for own, name in family.names.items()})
     writer = GGUFWriter(file, family.architecture, split_max_tensors=tensors_per_part)
     _add_metadata(writer, model.config, family)
     if alignment:
@@ -211,7 +216,9 @@ def _multipliers(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 
 def _experts(writer: GGUFWriter, config: PretrainedConfig) -> None:
-    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+    if (count := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)) == 0:
+        return
+    writer.add_expert_count(count)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if getattr(config, "moe_intermediate_size", 0):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -321,6 +328,51 @@ def _short_convolutions(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_shortconv_l_cache(config.conv_L_cache)
 
 
+def _scans(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    scan = create_model(config, "float32")._scan  # type: ignore[attr-defined]
+    writer.add_ssm_conv_kernel(scan.mixed)
+    writer.add_ssm_state_size(scan.state_width)
+    writer.add_ssm_group_count(scan.groups)
+    writer.add_ssm_time_step_rank(scan.heads)
+    writer.add_ssm_inner_size(scan.inner)
+
+
+def _kinds_of_nemotron(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Blocks without attention have no KV heads, and blocks without an mlp no width of one."""
+    lists = {
+        "attention.head_count_kv": ("full_attention", config.num_key_value_heads),
+        "feed_forward_length": ("mlp", config.intermediate_size),
+    }
+    if "moe" in config.layers_block_type:
+        lists["feed_forward_length"] = "moe", config.moe_intermediate_size
+    for key, (kind, value) in lists.items():
+        said = writer.kv_data[0][f"{writer.arch}.{key}"]
+        said.value = [value if own == kind else 0 for own in config.layers_block_type]
+        said.type = gguf.GGUFValueType.ARRAY
+    writer.kv_data[0].pop(f"{writer.arch}.attention.layer_norm_epsilon")
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+
+
+def _kinds_of_granite(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    said = writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"]
+    said.value = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    said.type = gguf.GGUFValueType.ARRAY
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+
+
+def _choice_of_nemotron(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    _experts(writer, config)
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+
+
+def _choice_of_lfm2(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     kind = gguf.GGUFValueType.get_type(value)
     writer.add_key_value(key, value, kind)
@@ -390,7 +442,8 @@ def _add_tensor(
     name += ".weight" * name.endswith((".sinks", ".layer_scalar"))
     name = name.replace("router.per_expert_scale", "router.experts.scale")
     kind = _fitting(kind, parameter.shape[-1])
-    if name.endswith((".A_log", ".conv1d.weight", ".conv.conv.weight")) or "linear_attn." in name:
+    is_fused = name.endswith("shared_experts.gate_up_proj.weight")
+    if name.endswith(".conv.conv.weight") or "linear_attn." in name or ".mamba." in name or is_fused:
         _add_of_states(writer, config, family, name, parameter, kind, generator)
         return
     order = _rows_in_file(config, family, name, len(parameter))
@@ -415,9 +468,25 @@ def _add_of_states(
 ) -> None:
     """Writes a tensor of a layer with states: value heads that belong to one key head stand as far apart as there are key
     heads, and rates are no logarithms."""
-    if name.endswith(".A_log"):
-        moved = _tiled(config, name, parameter, 0)
-        writer.add_tensor(name_in_file(f"{name}.weight", family.names).removesuffix(".weight"), -np.exp(moved.numpy()))
+    if name.endswith((".A_log", ".mamba.D")):
+        moved = _tiled(config, name, parameter, 0).numpy()
+        own = moved if name.endswith(".D") else -np.exp(moved)
+        own = own[:, None] if ".mamba." in name else own
+        writer.add_tensor(name_in_file(f"{name}.weight", family.names).removesuffix(".weight"), own)
+        return
+    if name.endswith("shared_experts.gate_up_proj.weight"):
+        stem = name.removesuffix("gate_up_proj.weight")
+        for part, own in zip(("gate", "up"), parameter.chunk(2)):
+            written = _in_blocks(own.numpy(), kind, generator)
+            own.copy_(torch.from_numpy(dequantize(written, kind).astype(np.float32)))
+            writer.add_tensor(name_in_file(f"{stem}{part}_proj.weight", family.names), written, raw_dtype=kind)
+        return
+    if name.endswith("in_proj_qkvz.weight"):
+        for part, rows in _of_qkvz(config).items():
+            kind = _fitting(kind, parameter.shape[-1])
+            written = _in_blocks(parameter[rows].numpy(), kind, generator)
+            parameter[rows] = torch.from_numpy(dequantize(written, kind).astype(np.float32))
+            writer.add_tensor(name_in_file(name.replace("qkvz", part), family.names), written, raw_dtype=kind)
         return
     axis = 1 if name.endswith(".out_proj.weight") else 0
     moved = _tiled(config, name, parameter, axis).flatten(1) if parameter.ndim == 3 else _tiled(config, name, parameter, axis)
@@ -426,12 +495,23 @@ def _add_of_states(
     there = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(_tiled(config, name, parameter, axis).shape)
     parameter.copy_(_tiled(config, name, there, axis, back=True))
     own = name.removesuffix(".dt_bias") + ".dt_proj.bias" if name.endswith(".dt_bias") else name
+    if name.endswith(".mamba.norm.weight"):
+        written = written.reshape(writer.kv_data[0][f"{writer.arch}.ssm.group_count"].value, -1)
     writer.add_tensor(name_in_file(own, family.names), written, raw_dtype=kind)
+
+
+def _of_qkvz(config: PretrainedConfig) -> Mapping[str, Tensor]:
+    """The rows of the matrix that has all of a key head together, as the two matrices of files have them."""
+    served = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    widths = [config.linear_key_head_dim] * 2 + [served] * 2
+    each = torch.arange(config.linear_num_key_heads * sum(widths)).view(-1, sum(widths)).split(widths, dim=1)
+    *qkv, gate = (part.flatten() for part in each)
+    return {"qkv": torch.cat(qkv), "z": gate}
 
 
 def _tiled(config: PretrainedConfig, name: str, values: Tensor, axis: int, back: bool = False) -> Tensor:
     """Values with those of value heads in the order of files, or back."""
-    if not hasattr(config, "linear_num_key_heads") or name.endswith(".norm.weight"):
+    if not config.model_type.startswith("qwen3_5") or name.endswith(".norm.weight"):
         return values
     keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
     rest = 2 * keys * config.linear_key_head_dim if name.endswith(("in_proj_qkv.weight", "conv1d.weight")) else 0
@@ -553,6 +633,11 @@ NAMES_OF_DELTA = NAMES_BY_PLACE | {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+NAMES_OF_NEXT = NAMES_OF_DELTA | {"linear_attn.in_proj_ba": "ssm_ba"}
+NAMES_OF_SCANS = NAMES | {
+    **{f"mamba.{part}": f"ssm_{own}" for part, own in (("in_proj", "in"), ("out_proj", "out"), ("A_log", "a"), ("D", "d"))},
+    **{f"mamba.{part}": f"ssm_{own}" for part, own in (("conv1d", "conv1d"), ("dt_proj", "dt"), ("norm", "norm"))},
+}
 NAMES_OF_LFM2 = NAMES | {
     "model.norm": "token_embd_norm",
     **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
@@ -597,6 +682,14 @@ DEEPSEEK_SIZES = {
 QWEN2_SIZES = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
 DELTA_SIZES = {"linear_value_head_dim": 16, "linear_key_head_dim": 16, "attention_bias": False}
 LFM2_SIZES = {"block_auto_adjust_ff_dim": False, "conv_bias": False}
+FALCON_SIZES = {
+    "projectors_bias": False,
+    "mamba_norm_before_gate": False,
+    "mlp_multipliers": [1.0] * 2,
+    "ssm_multipliers": [1.0] * 5,
+    **{f"{part}_multiplier": 1.0 for part in ("embedding", "lm_head", "key")},
+    **{f"{part}_{way}_multiplier": 1.0 for part in ("attention", "ssm") for way in ("in", "out")},
+}
 PHI3_ROPE = {
     **KINDS["phi3"][1]["rope_parameters"],
     "short_factor": [1.1, 1.9, 2.5, 1.3],
@@ -708,6 +801,45 @@ FAMILIES: Mapping[str, Family] = {
         lacks=("intermediate_size",),
     ),
     "lfm2": Family("lfm2", (_short_convolutions,), NAMES_OF_LFM2, sizes=LFM2_SIZES),
+    "lfm2_moe": Family(
+        "lfm2moe",
+        (_experts, _short_convolutions, _choice_of_lfm2),
+        NAMES_OF_LFM2,
+        sizes={"conv_bias": False, "moe_intermediate_size": 32, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+    ),
+    "qwen3_next": Family(
+        "qwen3next",
+        (_experts, _shared_expert, _delta_rule),
+        NAMES_OF_NEXT,
+        sizes={
+            **DELTA_SIZES,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+        norms_add=1.0,
+    ),
+    "granitemoehybrid": Family(
+        "granitehybrid",
+        (_multipliers, _experts, _scans, _kinds_of_granite),
+        NAMES_OF_SCANS,
+        moves_rows=True,
+        sizes={"intermediate_size": 32, "shared_intermediate_size": 64},
+    ),
+    "falcon_h1": Family("falcon-h1", (_scans,), NAMES_OF_SCANS, sizes=FALCON_SIZES),
+    "nemotron_h": Family(
+        "nemotron_h",
+        (_scans, _kinds_of_nemotron),
+        NAMES_OF_SCANS,
+        sizes={
+            "use_bias": False,
+            "mlp_bias": False,
+            "intermediate_size": 32,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
     "glm4_moe": Family(
         "glm4moe", (_experts, _choice_of_glm), NAMES_BY_PLACE, sizes={"moe_intermediate_size": 32}, blocks_behind=1
     ),

@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.core.site import DEVICE, HOST
-
 Name = str | tuple[str, ...]  # a tuple names what is chosen together: each of its values is a tuple as well
 Value = tuple[Name, int]  # what is chosen, and the number of a value of it
 Pair = tuple[Value, Value]
 Pairs = list[Pair]  # that a case is there for
 Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names of what is chosen, have to meet
-WHERE = ("device", "attend_on")  # chosen together
-PLACES = (("cpu", DEVICE), ("pretended", DEVICE), ("pretended", HOST))
 
 
 def covering(
@@ -108,13 +104,8 @@ def each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
 
 
 def on_devices(choices: Mapping[Name, Sequence[object]], needs: Needs = lambda pair: True) -> list[Any]:
-    """The device is one more choice: the CPU, or the CPU that pretends to have memory of its own. That alone may leave
-    attention to the host, so where a test chooses what attends, both are chosen together."""
-    if "attend_on" in choices:
-        others = {name: values for name, values in choices.items() if name != "attend_on"}
-        cases = covering({**others, WHERE: PLACES}, needs=needs)
-    else:
-        cases = covering({**choices, "device": ("cpu", "pretended")}, needs=needs)
+    """The device is one more choice: the CPU, or the CPU that pretends to have memory of its own."""
+    cases = covering({**choices, "device": ("cpu", "pretended")}, needs=needs)
     return [*cases, *_on_a_gpu(cases)]
 
 
@@ -123,13 +114,6 @@ def in_turn(choices: Mapping[str, Sequence[object]]) -> list[Any]:
     every = (dict(zip(choices, values)) for values in itertools.product(*choices.values()))
     cases: list[dict[str, Any]] = [{**case, "device": ("cpu", "pretended")[place % 2]} for place, case in enumerate(every)]
     return [*cases, *_on_a_gpu(cases)]
-
-
-def everywhere(choices: Mapping[str, Sequence[object]]) -> list[Any]:
-    """All combinations, on each device, which attends itself or leaves that to the host."""
-    every = itertools.product(*choices.values(), PLACES)
-    cases = [each_apart({**dict(zip(choices, values)), WHERE: where}) for *values, where in every]
-    return [*cases, *_on_a_gpu([case for case in cases if case["device"] != "cpu"])]
 
 
 def _on_a_gpu(cases: list[dict[str, Any]]) -> list[Any]:

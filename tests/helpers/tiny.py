@@ -177,6 +177,36 @@ _MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+_FALCON_H1: dict[str, Any] = {
+    **_MAMBA,
+    "mamba_d_ssm": 48,
+    "projectors_bias": True,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.8,
+    "mlp_multipliers": [0.7, 1.4],
+    "ssm_multipliers": [0.9, 1.2, 0.6, 1.3, 0.8],
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "key_multiplier": 1.7,
+    "ssm_in_multiplier": 1.6,
+    "ssm_out_multiplier": 0.7,
+}
+_NEMOTRON_H: dict[str, Any] = {
+    **_LLAMA,
+    "head_dim": 12,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 8,
+    "time_step_min": 1e-9,  # to which transformers holds the steps of prompts, but not those behind them
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.4,
+}
 _GRANITE_H: dict[str, Any] = {
     **_GRANITE,
     **_MAMBA,
@@ -300,7 +330,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-lite": ("glm4_moe_lite", {**_DEEPSEEK, "q_lora_rank": 24, "n_shared_experts": 1, "rope_parameters": _PLAIN_ROPE}),
     "lfm2": ("lfm2", {**_LFM2, "conv_bias": True, "tie_embedding": True}),
-    "lfm2-short": ("lfm2", {**_LFM2, "conv_L_cache": 2, "block_auto_adjust_ff_dim": False}),
+    "lfm2-short": (
+        "lfm2",
+        {
+            **_LFM2,
+            "conv_L_cache": 2,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["full_attention", "conv", "full_attention"],
+        },
+    ),
     "lfm2-moe": (
         "lfm2_moe",
         {
@@ -321,6 +359,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {**_LLAMA, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
     "granite-h": ("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 6, "mamba_conv_bias": False}),
     "granite-h-dense": ("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 0, "position_embedding_type": "rope"}),
+    "falcon-h1": ("falcon_h1", {**_LLAMA, **_FALCON_H1}),
+    "falcon-h1-normed": (
+        "falcon_h1",
+        {**_LLAMA, **_MAMBA, "mamba_d_ssm": None, "mamba_rms_norm": True, "rope_parameters": _PLAIN_ROPE},
+    ),
+    "nemotron-h": ("nemotron_h", {**_NEMOTRON_H, "use_bias": True, "mlp_bias": True, "n_group": 2, "topk_group": 1}),
+    "nemotron-h-dense": (
+        "nemotron_h",
+        {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
     "seed-oss": ("seed_oss", {**_LLAMA, "head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
     "arcee": ("arcee", {**_LLAMA, "rope_theta": 300.0}),
     "apertus": ("apertus", {**_LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **_LLAMA3_ROPE}}),
