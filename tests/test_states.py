@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.core.buffer_layout import region_bytes
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import HOST, Site
@@ -21,20 +23,24 @@ from h2o_flexgen.engine.stores.row_states import OpenStates, StateStore
 from h2o_flexgen.formats.kernel_table import EXACT, INT8
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model
-from h2o_flexgen.planning.block_plan import BlockPlans
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.ops import Task
+from h2o_flexgen.schedule.ops import Key, Op, Task
 from tests import test_conversation as talks
+from tests import test_pipeline as pipelines
 from tests import test_stream as stream
 from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
-from tests.helpers.pairwise import in_turn, on_devices
+from tests.helpers.pairwise import covering, in_turn, on_devices
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import tiny_config
 from tests.planning.test_cost import assert_moved_as_predicted
+from tests.planning.test_pricing import MACHINE
+from tests.planning.worlds import block_of
 
-KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short")
+KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short", "falcon-h1", "nemotron-h")
 ON_DISK, ON_HOST, MIXED, RESIDENT = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 50, 40, 30), (100, 0) * 3
 RAGGED, EQUAL, MANY = (5, 9, 2, 7, 4), (6, 6, 6, 6), (3, 11, 8, 1, 6, 2, 9, 5, 4, 7)
 CHOICES = {
@@ -71,6 +77,24 @@ def test_rows_that_end_leave_the_others_their_states(kind: str, checkpoints: Che
         for row, (completion, limit) in enumerate(zip(made, limits, strict=True)):
             alone = checkpoints.resident_logits(replace(case, gen_len=limit), (row,))
             assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {row}"
+
+
+PIPED = {
+    "kind": ("lfm2-short", "falcon-h1"),  # each device has attention
+    "percent": (MIXED, ON_DISK, ON_HOST, RESIDENT),
+    "lengths": (RAGGED, MANY),
+    "gpu_batch_size": (2, 1),
+    "num_gpu_batches": (3, 1, 2),
+    "sep_layer": (True, False),
+    "policy": (POLICIES[0], POLICIES[1]),
+}
+
+
+@pytest.mark.parametrize("values", covering(PIPED))
+def test_each_device_of_a_pipeline_keeps_the_states_of_its_layers(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    hold_contract(pipelines.on(2, **values), checkpoints, offload)
 
 
 MOVES = {"kind": KINDS[:2], "percent": (ON_DISK, MIXED), "schedule": ("zigzag", "flexgen_barrier", "row_by_row")}
@@ -216,7 +240,6 @@ OF_HEADS = {"kv_policy": "h2o", "kv_budget": 0.5, "head_budgets": HeadBudgets("t
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_policy": "kvzip", "kv_budget": 0.5}, "kv_policy 'kvzip'"),
     (OF_HEADS, "head budgets"),
-    ({"pipeline": 2}, "a pipeline of 2 devices"),
 ]
 
 
@@ -291,3 +314,34 @@ def test_what_is_held_on_each_tier_is_what_is_counted(checkpoints: Checkpoints, 
             assert planned.footprint.parts["host"]["state buffers"] > 0
     heads, inputs = 4 * 24 * 16 * 4, 3 * (2 * 2 * 24 + 4 * 16) * 4
     assert counted == [2 * 2 * -(-2 * (heads + inputs) // 4096) * 4096] * 2  # two layers, two batches, two rows
+
+
+@pytest.mark.parametrize("percent", [ON_DISK, RESIDENT])
+def test_a_report_says_what_states_hold_and_what_of_them_moves(
+    percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("qwen3-5", percent, EQUAL)
+    with case.open(checkpoints, offload) as llm:
+        planned = llm.planned(Workload(case.lengths, case.gen_len))
+        report = PlanReport.of(llm.loaded, planned)
+    states = planned.blocks.first.states
+    found, all_bytes = report.as_json(), sum(layout.nbytes for layout in states.values())
+    tier = "disk" if percent == ON_DISK else "host"
+    assert found["placed_bytes"]["states"] == {"device": 0, "host": 0, "disk": 0, tier: all_bytes}  # type: ignore[index]
+    assert found["state_row_bytes"] == sum(states[layer, 0].row_bytes for layer in llm.spec.state_layers)
+    assert found["state_step_bytes"] == (all_bytes if percent == ON_DISK else 0)
+    (line,) = (line for line in report.lines() if line.startswith("states  ") and "a row" in line)
+    assert ("a step brings" in line) == (percent == ON_DISK)
+
+
+def test_tokens_of_prompts_pass_states_at_the_rate_of_arithmetic() -> None:
+    spec = create_model(tiny_config("qwen3-5"), "float32").spec
+    values = sum(prod(state.shape) for state in spec.layers[spec.state_layers[0]].states if state.is_of_heads)
+    seconds = []
+    for length in (4, 14):
+        planned = BlockPlan.of(spec, Plan(), block_of([[length] * 3]), Site())
+        pricing = Pricing(planned, replace(MACHINE, device="cpu"))
+        seconds.append([pricing.compute_parts(Key(Op.COMPUTE, step, spec.state_layers[0], 0))["states"] for step in (0, 1)])
+    (short, step), (long, same_step) = seconds
+    assert long - short == pytest.approx(8 * values * 3 * 10 / MACHINE.attention_flops_per_s["float32"])
+    assert 0 < step == same_step < short

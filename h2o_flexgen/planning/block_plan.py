@@ -161,7 +161,6 @@ def _refuse_what_rows_have_not(spec: ModelSpec, plan: Plan) -> None:
 def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan) -> None:
     """Refuses what is not done yet for layers in which rows have a state."""
     advice = {
-        f"a pipeline of {plan.pipeline} devices": plan.pipeline > 1 and "give pipeline=1",
         f"kv_policy {plan.kv_policy!r}, which reads prompts twice,": plan.policy.echoes and "take another policy",
         "head budgets": plan.head_budgets is not None and "leave them out",
     }

@@ -31,8 +31,8 @@ def device_of_layers(spec: ModelSpec, devices: int) -> tuple[int, ...]:
         return ()
     if devices > len(spec.kv_layers):
         raise ValueError(
-            f"a pipeline of {devices} devices was asked for, and {spec.name} has {len(spec.kv_layers)} decoder layers; "
-            "give no more devices than that"
+            f"a pipeline of {devices} devices was asked for, and {spec.name} has {len(spec.kv_layers)} decoder layers "
+            "with attention; give no more devices than that"
         )
     starts = (0, *spec.kv_layers[1:], len(spec.layers))  # the embedding comes with the first, the head with the last
     weights = [sum(layer.matmul_values for layer in spec.layers[first:behind]) for first, behind in pairwise(starts)]

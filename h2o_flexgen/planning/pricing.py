@@ -16,7 +16,7 @@ from math import inf, prod
 from h2o_flexgen.core.buffer_layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
-from h2o_flexgen.formats.kernel_table import PRODUCT, Kernel
+from h2o_flexgen.formats.kernel_table import FLOAT32, PRODUCT, Kernel
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.planning.batch_pass import BatchPass, Prompts, products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -46,6 +46,7 @@ from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 
+STATE_FLOPS = 8.0  # for each value of a matrix of states that a token passes: it fades, is read, added to, and read again
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 
@@ -188,10 +189,14 @@ class Pricing:
         return 0.0 if layer.makes_logits else layer.values_around_products
 
     def _states(self, layer: LayerSpec, one: BatchPass) -> float:
-        """Seconds of reading and writing the states of rows, at the rate at which attention reads KV."""
+        """Seconds of reading and writing the states of rows, at the rate at which attention reads KV; and of passing the tokens
+        of prompts through them, at that of its arithmetic."""
         machine = self.machine
-        rate = machine.attention_bytes_per_s.get(DEVICE if machine.has_accelerator else HOST, inf)
-        return self._state_bytes(layer, one) / rate
+        reading = machine.attention_bytes_per_s.get(DEVICE if machine.has_accelerator else HOST, inf)
+        computing = machine.attention_flops_per_s.get(FLOAT32, machine.attention_flops_per_s.get(self.spec.dtype, inf))
+        matrices = sum(prod(state.shape) for state in layer.states if state.is_of_heads)
+        tokens = sum(count * part.tokens for part, count in one.prompts.items())
+        return self._state_bytes(layer, one) / reading + STATE_FLOPS * matrices * tokens / computing
 
     @staticmethod
     def _state_bytes(layer: LayerSpec, one: BatchPass) -> int:

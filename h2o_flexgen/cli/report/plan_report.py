@@ -30,6 +30,7 @@ from h2o_flexgen.session.loaded_model import LoadedModel
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 KINDS = ("weights", "KV", "activations")
+STATES = "states"  # a kind where rows have some
 ON_PAGE = ("model", "schedule", "KV", "numbers", "kernels")  # labels
 
 
@@ -96,6 +97,7 @@ class PlanReport:
         yield from self._of_work()
         yield from self._of_schedule()
         yield from KeptByPolicy(self.planned, "" if self.dummy_weights else self.planned.spec.name).entries()
+        yield from self._of_states()
         yield entry("numbers", self.arithmetic.line(), arithmetic=self.arithmetic.as_json())
         yield from self._of_devices()
         if self.tokenizer_note:
@@ -146,6 +148,18 @@ class PlanReport:
             prompts = f"{saved} of {sum(workload.prompt_lens)} tokens of prompts need not be computed"
             yield entry("prefixes", f"{len(shared)} that prompts share, {plan.prefix_policy}: {prompts}")
 
+    def _of_states(self) -> Iterator[Entry]:
+        """What a row has of them, and what of it crosses links and disks in a step."""
+        layouts, traffic = self.first.states, self.first.schedule.traffic
+        if not layouts:
+            return
+        of_row = sum(layout.row_bytes for (_, batch), layout in layouts.items() if batch == 0)
+        moved = sum(layout.nbytes for place, layout in layouts.items() if traffic.moves_state(*place))
+        ways = f"; a step brings {format_bytes(moved)} of them, and takes them back" if moved else ""
+        stateful, attending = len(self.planned.spec.state_layers), len(self.planned.spec.kv_layers)
+        words = f"{format_bytes(of_row)} a row in {stateful} layers, for a text of any length; KV is in {attending}{ways}"
+        yield entry("states", words, state_row_bytes=of_row, state_step_bytes=moved)
+
     def _of_schedule(self) -> Iterator[Entry]:
         schedule = self.first.schedule
         layers = "apart" if self.planned.plan.sep_layer else "as one layer"
@@ -171,6 +185,11 @@ class PlanReport:
             pair = slice(2 * place, 2 * place + 2)
             asked, got = self._asked(*self.requested.percent[pair]), " / ".join(_three(*placed[pair])[-len(tiers) :])
             rows.append([kind, asked, got, *(format_bytes(held[kind][tier]) for tier in tiers)])
+        if (states := held.get(STATES)) is not None:
+            own, all_bytes = self.requested.of_states, sum(states.values())
+            got = " / ".join(_three(*(100 * states[tier] / all_bytes for tier in (DEVICE, HOST)))[-len(tiers) :])
+            asked = self._asked(100 * own.device, 100 * own.host)
+            rows.append([STATES, asked, got, *(format_bytes(states[tier]) for tier in tiers)])
         return table(rows, page_width())
 
     def _asked(self, device_percent: float, host_percent: float) -> str:
@@ -219,13 +238,23 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
         "activations": _per_tier(
             (tier, hidden_bytes(spec, batch)) for tier, batch in zip(placement.hidden, planned.block.batches)
         ),
+        **({STATES: _per_tier(_state_bytes(planned))} if planned.states else {}),
     }
 
 
 def _kv_bytes(planned: BlockPlan) -> list[tuple[str, int]]:
     """The tier and the bytes of each home of keys and values."""
-    each = [(tier, planned.kv.image_bytes(*place)) for place, tier in planned.placement.kv.items()]
-    return [max(each)] if planned.block.only_reads and each else each  # all layers have one
+    return _homes(planned, [(tier, planned.kv.image_bytes(*place)) for place, tier in planned.placement.kv.items()])
+
+
+def _state_bytes(planned: BlockPlan) -> list[tuple[str, int]]:
+    """The same of states."""
+    return _homes(planned, [(tier, planned.states[place].nbytes) for place, tier in planned.placement.state.items()])
+
+
+def _homes(planned: BlockPlan, each: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """All layers and batches have one home where no later visit needs what is in it."""
+    return [max(each)] if planned.block.only_reads and each else each
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
