@@ -29,6 +29,7 @@ from h2o_flexgen.schedule.ops import Key, Op
 from tests import test_conversation, test_stream
 from tests.helpers import tiny
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.held_by_hand import HELD
 from tests.kernels.variants import used
 from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
 from tests.test_shared_prefixes import hold_contract as hold_contract_of_prefixes
@@ -74,8 +75,10 @@ COMING = replace(USUAL, lengths=(45, 30, 62, 25, 38, 51, 28, 33), gpu_batch_size
 GROWTH = (4, 1, 6, 3, 5, 2, 3, 1)
 
 
-def test_rows_that_come_and_go_choose_as_they_do_alone(checkpoints: Checkpoints, offload: Path) -> None:
-    test_stream.hold_contract(COMING, GROWTH, checkpoints, offload)
+@pytest.mark.parametrize("held", [(), HELD])
+def test_rows_that_come_and_go_choose_as_they_do_alone(held: tuple[str, ...], checkpoints: Checkpoints, offload: Path) -> None:
+    """Also where several tokens of a row must come, and share a pass."""
+    test_stream.hold_contract(replace(COMING, held=held), GROWTH, checkpoints, offload)
 
 
 def test_turns_of_a_conversation_choose_of_all_before_them(checkpoints: Checkpoints, offload: Path) -> None:

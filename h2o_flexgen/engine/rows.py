@@ -444,7 +444,7 @@ class BatchRows:
         return RowsPart(staying, levels, all_tokens[:, None], ahead=tuple(ahead), places=tuple(map(tuple, places)))
 
     def _grouped(self, more: Sequence[int]) -> Sequence[_Group]:
-        """Tokens that are attended in one call, for so many of each row: those of a row where nothing is ever evicted, or else
+        """Tokens that are attended in one call, for so many of each row: those of a row where all is kept and attended, or else
         those that rows have in one turn. The fewer calls, the better."""
         in_turn = [
             _Group(rows, [(place, turn) for place in range(rows.start, rows.stop)], False)
@@ -456,7 +456,7 @@ class BatchRows:
             for place, count in enumerate(more)
             if count
         ]
-        return by_row if len(by_row) < len(in_turn) and all(policy.keeps_all for policy in self._policies) else in_turn
+        return by_row if len(by_row) < len(in_turn) and all(policy.attends_all for policy in self._policies) else in_turn
 
     def _most_guessed(self, row: RowState) -> int:
         """The most tokens of a row that may be taken back: nothing is evicted for them, of what a window holds either."""

@@ -132,6 +132,7 @@ class KVCache:
         """The same slots as those of several rows. Each appends a token of its own, and then each attends to those of the rows
         before it: all append before any attends. Nothing is evicted, for which there would be scores."""
         assert self._scores is None, "rows that share slots cannot judge them"
+        assert self._index is None, "rows that share slots do not choose among them"
         image = self.image[:, row : row + 1].expand(-1, times, -1, -1, -1)
         return KVCache(image, None, self._coding, self.prefixes, self._judge, self._cap)
 
