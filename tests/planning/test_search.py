@@ -101,6 +101,22 @@ def test_what_fits_is_not_offloaded(accelerator: bool) -> None:
         assert (one.plan.weights, one.plan.kv, one.plan.hidden) == (everything,) * 3
 
 
+def test_kv_of_which_steps_choose_what_they_attend_stays_in_memory() -> None:
+    wide = sized(tiny_spec(blocks=4, width=256))  # so that buffers of weights take more than those of KV
+    asked = problem(workload=Workload.uniform(8, 20, 10), model=wide, batch_sizes=(4,), batches=(2,))
+    whole = asked.largest(Plan(gpu_batch_size=4, num_gpu_batches=2).at(Site())).footprint.total(HOST)
+    asked = replace(asked, limits=MemoryLimits(host=whole - 300_000))
+    assert any(one.plan.kv.disk for one in search(asked).all), "there is a reason to offload it"
+    found = search(replace(asked, plan=Plan.create(kv_recall=0.5)))
+    for one in (*found.all, *found.front):
+        assert not one.plan.kv.disk and one.plan.policy.recall == 0.5
+        assert asked.largest(one.plan).fits(asked.limits)
+    offloaded = asked.largest(replace(found.best.plan, kv=Shares(0.0, 0.5)))
+    assert not offloaded.fits(MemoryLimits())
+    with pytest.raises(ValueError, match=r"kv_recall 0\.5 cannot be had with KV that is brought from another tier"):
+        offloaded.refuse_what_does_not_fit(MemoryLimits())
+
+
 def test_more_memory_is_never_slower() -> None:
     found = search(scarce(False, 0.05)), freely(False), search(scarce(False, 0.9))
     rates = [one.best.tokens_per_second for one in found]
