@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
     from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
+    from h2o_flexgen.sampling.lora_request import LoRARequest
     from h2o_flexgen.sampling.params import SamplingParams
     from h2o_flexgen.sampling.pooling import Classification, Embedding, Ranked
     from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
@@ -39,6 +40,7 @@ _MODULES = {
     "Completion": "sampling.completion",
     "StepLogprobs": "sampling.completion",
     "TokenLogprob": "sampling.completion",
+    "LoRARequest": "sampling.lora_request",
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.structured_outputs",
     "Embedding": "sampling.pooling",
@@ -54,6 +56,7 @@ __all__ = [
     "ContextFull",
     "Conversation",
     "Embedding",
+    "LoRARequest",
     "Machine",
     "Plan",
     "Ranked",

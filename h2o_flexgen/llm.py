@@ -49,6 +49,7 @@ from h2o_flexgen.planning.workload_plan import (
 )
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
+from h2o_flexgen.sampling.lora_request import Adapted, adapters_asked, params_with_adapters
 from h2o_flexgen.sampling.pooling import (
     CLASSIFYING,
     INSTEAD,
@@ -74,6 +75,7 @@ from h2o_flexgen.session.open_request import (
     adapters_of,
     arguments_of,
     asked_plan,
+    loras_of,
     name_of,
     what_is_searched,
 )
@@ -111,6 +113,7 @@ class LLM:
         *,
         tokenizer: str | Path = AUTO,
         adapter: str | Path | Sequence[str | Path] | None = None,
+        lora: Mapping[str, str | Path] | Sequence[str] | None = None,
         percent: Sequence[float] | str | None = None,
         plan: Plan | None = None,
         dtype: str | torch.dtype = "auto",
@@ -131,9 +134,9 @@ class LLM:
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model. Without head_budgets those that are known of the model are
-        taken; "equal" has all heads keep as much. `adapter`: the folder of a LoRA that is merged, or several;
-        "=0.5" behind one is its weight. `prefix_dir`: where prefixes that requests share outlive the process. Arguments of vLLM
-        and llama-cpp-python that change nothing here are accepted."""
+        taken; "equal" has all heads keep as much. `adapter`: the folder of a LoRA that is merged, or several; "=0.5" behind one
+        is its weight. `lora`: the folders of adapters that requests ask for by their names. `prefix_dir`: where prefixes that
+        requests share outlive the process. Arguments of vLLM and llama-cpp-python that change nothing here are accepted."""
         given = {name: value for name, value in (("model", model), ("threads", threads)) if value is not None}
         own = OwnOptions.of({**plan_options, **given})
         plan_options = {name: value for name, value in own.options.items() if name not in OF_CONSTRUCTORS}
@@ -143,7 +146,7 @@ class LLM:
         asked = asked if overlap else asked.without_overlap()
         searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
         how = dtype_called(dtype), name_of("tokenizer", tokenizer), adapters_of(adapter)
-        named = ModelRequest(source, source, dummy_weights, *how)
+        named = ModelRequest(source, source, dummy_weights, *how, lora_modules=loras_of(lora))
         site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir, prefix_dir, prefix_dir_size)
         self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage), searched)
         own.refuse_longer(self.spec.max_positions, self.name)
@@ -232,7 +235,7 @@ class LLM:
     def read(self, prompts: Prompts, params: Params = None) -> list[Prompt]:
         """Tokenizes the prompts. Refuses those that no plan can run: empty or too long ones, and those with unknown tokens."""
         read = read_prompts(prompts, self.tokenizer)
-        self._row_maker.rows(read, params)
+        self.row_maker.rows(read, params)
         return read
 
     def prepare(
@@ -248,7 +251,7 @@ class LLM:
         """Prepares prompts for `generate`: tokenized, planned and found to fit. `streamed`: `on_token` will get their texts.
         `planned`: their workload, if `check` has planned it already. `numbers`: the prompts' numbers, if they are part of a
         larger input; completions have these numbers, and random draws depend on them."""
-        rows = self._row_maker.rows(read_prompts(prompts, self.tokenizer), sampling_params, streamed, None, numbers)
+        rows = self.row_maker.rows(read_prompts(prompts, self.tokenizer), sampling_params, streamed, None, numbers)
         return self._prepared(rows, on_stage, planned)
 
     def generate(
@@ -256,6 +259,7 @@ class LLM:
         prompts: Prompts | PreparedRows,
         sampling_params: Params = None,
         *,
+        lora_request: Adapted = None,
         seed: int | None = None,
         use_tqdm: UseTqdm = False,
         on_token: OnToken | None = None,
@@ -275,14 +279,16 @@ class LLM:
         shows on stderr how many prompts are done, or on a bar made by a function like tqdm. If memory runs out in spite of the
         plan, the rest goes on in smaller blocks. This calls `on_shrink`, or else gives a warning; without `may_shrink` it is an
         error. `forced` gives the first tokens of each row, which are not picked; they count in max_tokens, and none of them
-        ends the row. `on_logits` gets the logits of every token, in fp32 and in host memory, valid until it returns. If
-        prompts have several completions (n), each is a row: listeners get its place among all rows."""
+        ends the row. `lora_request`: the adapter of all prompts, or one or None for each. `on_logits` gets the logits of every
+        token, in fp32 and in host memory, valid until it returns. If prompts have several completions (n), each is a row:
+        listeners get its place among all rows."""
         refuse_unknown("argument", unknown, arguments_of(LLM.generate), ARGUMENTS)
+        sampling_params = self._adapted(sampling_params, lora_request)
         if isinstance(prompts, PreparedRows):
             prepared = prompts.for_use_under(self.plan, sampling_params, forced)
         else:
             read = read_prompts(prompts, self.tokenizer)
-            rows = self._row_maker.rows(read, sampling_params, on_token is not None, forced)
+            rows = self.row_maker.rows(read, sampling_params, on_token is not None, forced)
             if not rows:
                 return []
             prepared = self._prepared(rows, on_stage)
@@ -318,7 +324,7 @@ class LLM:
         tokens. What a row may keep of its text depends on its own prompt and max_tokens, so no completion depends on the rows
         beside it. `requests` are Requests, or prompts, or a Job, which reads texts when their turn comes. `on_tick` is called
         after every pass over the weights. A caller may close the iterator early: then all memory is freed."""
-        job = job_of(requests, self._row_maker)
+        job = job_of(requests, self.row_maker)
         if not job.sizes:
             return
         stream, planned = self._planned_stream(job, on_token is not None, on_stage)
@@ -355,7 +361,7 @@ class LLM:
             if planned.fits(self.limits):
                 break
         self.loaded.hold_to_limits(planned)
-        return Arrivals(planned, self._row_maker)
+        return Arrivals(planned, self.row_maker)
 
     def generate_arriving(
         self,
@@ -382,12 +388,12 @@ class LLM:
 
     def _planned_stream(self, job: Job, streamed: bool, on_stage: OnStage | None) -> tuple[Stream, WorkloadPlan]:
         """The job as it fits. Prefixes without room are not shared, the longest first, unless answers would depend on that."""
-        stream = Stream(job, self._row_maker, streamed)
+        stream = Stream(job, self.row_maker, streamed)
         planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
         all_shared = stream.longest_shared
         may_share_less = not self.plan.answers_depend_on_prefixes
         while may_share_less and stream.longest_shared and not planned.fits(self.limits):
-            stream = Stream(job, self._row_maker, streamed, stream.longest_shared // 2)
+            stream = Stream(job, self.row_maker, streamed, stream.longest_shared // 2)
             planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
         self.loaded.hold_to_limits(planned)
         if stream.longest_shared < all_shared:
@@ -400,8 +406,14 @@ class LLM:
         return stream, planned
 
     @property
-    def _row_maker(self) -> RowMaker:
-        return RowMaker(self.spec, self.plan, self.tokenizer)
+    def row_maker(self) -> RowMaker:
+        return RowMaker(self.spec, self.plan, self.tokenizer, self.loaded.adapters)
+
+    def _adapted(self, params: Params, asked: Adapted) -> Params:
+        """The parameters of prompts with the adapters that are asked for, which are taken if they are new."""
+        for one in adapters_asked(asked):
+            self.loaded.take_adapter(one.lora_name, one.lora_path)
+        return params_with_adapters(params, asked)
 
     def _prepared(
         self, rows: Sequence[RowState], on_stage: OnStage | None, planned: WorkloadPlan | None = None
@@ -431,6 +443,7 @@ class LLM:
         use_tqdm: UseTqdm = False,
         on_token: OnToken | None = None,
         on_completion: OnCompletion | None = None,
+        lora_request: Adapted = None,
         **unknown: object,
     ) -> list[Completion]:
         """Answers a chat, which is a list of {"role": ..., "content": ...}, or each of a list of chats. They are rendered by
@@ -443,7 +456,7 @@ class LLM:
         use = read_tool_use(tools, tool_choice, parallel_tool_calls)
         written = choose_style(style, self.tokenizer, template=chat_template)
         chats = read_chats(messages)
-        params = for_each(sampling_params, len(chats))
+        params = for_each(self._adapted(sampling_params, lora_request), len(chats))
         settings = read_settings(chat_template_kwargs)
         asked = [written.asked(chat, one, use, settings) for chat, one in zip(chats, params)]
 
@@ -474,7 +487,7 @@ class LLM:
         contexts, continuations = read_pairs(pairs, self.tokenizer)
         if not contexts:
             return []
-        rows = self._row_maker.rows(contexts, params_of(continuations), False, continuations)
+        rows = self.row_maker.rows(contexts, params_of(continuations), False, continuations)
         if self._auto is not None:
             self._auto.provide(workload_of(rows), True, on_stage)
         at_once = positions_at_once(self.plan, self.spec.vocab) if by == PREFILL else 0
@@ -554,8 +567,8 @@ class LLM:
 
     def _pooled(self, prompts: Sequence[Prompt], asked: PoolingParams, truncate: Truncate, heard: Heard) -> Sequence[RowState]:
         """The rows of prompts that are only read."""
-        most = most_read(read_truncate(truncate), self._row_maker.longest_prompt)
-        rows = self._row_maker.rows([shortened(one, most, self.tokenizer) for one in prompts], asked)
+        most = most_read(read_truncate(truncate), self.row_maker.longest_prompt)
+        rows = self.row_maker.rows([shortened(one, most, self.tokenizer) for one in prompts], asked)
         if not rows:
             return []
         prepared = self._prepared(rows, heard.on_stage)

@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def row_maker(self) -> RowMaker:
-        return RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer)
+        return self.llm.row_maker
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

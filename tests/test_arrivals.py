@@ -118,7 +118,7 @@ def test_a_block_ends_before_its_passes_do_and_the_next_goes_on(checkpoints: Che
     with case.open(checkpoints, offload) as llm:
         arrivals = llm.arrivals(LONGEST, MOST, rows=1)
         few = replace(arrivals.planned.workload, prompt_lens=(LONGEST,) * 3, gen_lens=(MOST,) * 3)
-        arrivals = Arrivals(replace(arrivals.planned, workload=few), llm._row_maker)
+        arrivals = Arrivals(replace(arrivals.planned, workload=few), llm.row_maker)
         guests = Guests(case, arrivals, len(LENGTHS), 1)
         blocks = 0
         while any(not arrival.is_over for arrival in guests.come):

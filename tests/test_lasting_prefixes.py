@@ -22,6 +22,7 @@ from torch import Tensor
 
 from h2o_flexgen import batch
 from h2o_flexgen.core.buffer_layout import CHUNK_BYTES, disk_buffer_bytes
+from h2o_flexgen.core.prefix_groups import bytes_of
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stores import prefix_files, stored_prefix
@@ -448,7 +449,7 @@ def test_the_thread_that_writes_is_counted(checkpoints: Checkpoints, offload: Pa
 
 def test_what_is_known_of_files_has_a_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were used last are known."""
-    texts = [bytes([number]) * 400 for number in range(4)]
+    texts = [bytes_of([number] * 100) for number in range(4)]
 
     def known(files: PrefixFiles) -> list[bool]:
         return [files.of(text) is not None for text in texts]
@@ -477,7 +478,7 @@ def test_an_error_that_nothing_foresaw_is_said_and_stops_nothing(tmp_path: Path)
         out.zero_()
 
     with closing(PrefixFiles(tmp_path, 10**6, "kind")) as files:
-        for text, read in ((b"\0" * 400, broken), (b"\1" * 400, sound)):
+        for text, read in ((bytes_of([0] * 100), broken), (bytes_of([1] * 100), sound)):
             files.write_behind(text, [stored_prefix.PartInMemory("kv", 10, read)])
         files.settle()
         assert (files.counts.trouble, files.counts.written) == ("RuntimeError: a bug", 1)

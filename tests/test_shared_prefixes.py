@@ -244,7 +244,7 @@ def between_sharing_and_not(case: SharedCase, checkpoints: Checkpoints, offload:
     needs = []
     for shares in (False, True):
         with case.open(checkpoints, offload, shared_prefixes=shares) as llm:
-            footprint = llm.plan_job(job_of(case.requests, llm._row_maker)).footprint
+            footprint = llm.plan_job(job_of(case.requests, llm.row_maker)).footprint
         assert bool(footprint.parts[HOST]["shared prefixes"]) is shares
         needs.append(footprint.total(HOST))
     assert needs[0] < needs[1]

@@ -250,7 +250,7 @@ def test_what_is_no_request_is_a_prompt_and_nothing_asked_is_nothing_done(checkp
 def test_a_request_that_is_not_what_its_job_said_is_refused(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("opt", lengths=LENGTHS, gpu_batch_size=2, num_gpu_batches=1)
     with case.open(checkpoints, offload) as llm:
-        job = job_of(requests_of(case), llm._row_maker)
+        job = job_of(requests_of(case), llm.row_maker)
         assert isinstance(job, ListedJob)
         said = replace(job, sizes=[one_longer(size) for size in job.sizes])
         with pytest.raises(ValueError, match="request 9 was declared with 6 tokens, max_tokens 11 and n 1, but now has 5, 11"):

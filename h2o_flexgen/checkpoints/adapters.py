@@ -61,8 +61,13 @@ class LowRank:
 
     @cached_property
     def _halves(self) -> tuple[Tensor, Tensor]:
-        a, b = (read_whole(one).view(getattr(torch, one.dtype)).view(one.shape).float() for one in (self.a, self.b))
+        a, b = self.read()
         return (a.T, b.T) if self.is_turned else (b, a)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """A and B as the file has them, in float32."""
+        a, b = (read_whole(one).view(getattr(torch, one.dtype)).view(one.shape).float() for one in (self.a, self.b))
+        return a, b
 
     def rows(self, first: int, count: int) -> Tensor:
         """Rows of it, in float32."""
@@ -106,7 +111,10 @@ class Adapter:
     @classmethod
     def of(cls, given: str) -> Adapter:
         """Reads what a folder says, which is given as FOLDER or as FOLDER=WEIGHT."""
-        folder, weight = _divided(given)
+        return cls.in_folder(*_divided(given))
+
+    @classmethod
+    def in_folder(cls, folder: Path, weight: float = 1.0) -> Adapter:
         if not folder.is_dir():
             raise ValueError(f"adapter {folder} is no folder; give one with {CONFIG} and {WEIGHTS}")
         adapter = cls(folder, weight, read_object(folder / CONFIG, AGAIN))
@@ -118,18 +126,18 @@ class Adapter:
     def _refuse_other_kinds(self) -> None:
         kind = self.config.get("peft_type")
         if kind != LORA:
-            raise self._refused(f"is of the kind {shown(kind)}, and only {LORA} can be merged")
+            raise self.refused(f"is of the kind {shown(kind)}, and only {LORA} can be merged")
         if self.config.get("use_dora"):
-            raise self._refused("is of the kind DoRA (use_dora), and only LoRA and rsLoRA can be merged")
+            raise self.refused("is of the kind DoRA (use_dora), and only LoRA and rsLoRA can be merged")
         if (bias := self.config.get("bias", "none")) != "none":
-            raise self._refused(f"has biases of its own (bias {shown(bias)}), which are not merged")
+            raise self.refused(f"has biases of its own (bias {shown(bias)}), which are not merged")
         if (begun := self.config.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
-            raise self._refused(f"is for a model that its training changed first (init_lora_weights {shown(begun)})")
+            raise self.refused(f"is for a model that its training changed first (init_lora_weights {shown(begun)})")
         if others := sorted(name for name, value in self.config.items() if value and name not in INERT):
-            raise self._refused(f"sets {others[0]} ({shown(self.config[others[0]])}), which is not supported")
+            raise self.refused(f"sets {others[0]} ({shown(self.config[others[0]])}), which is not supported")
 
-    def _refused(self, what: str) -> ValueError:
-        return ValueError(f"adapter {self.folder} {what}; {AGAIN}")
+    def refused(self, what: str, advice: str = AGAIN) -> ValueError:
+        return ValueError(f"adapter {self.folder} {what}; {advice}")
 
     @cached_property
     def identity(self) -> str:
@@ -150,19 +158,17 @@ class Adapter:
         for tensor in read_header(self.folder / WEIGHTS):
             named = WHOLE_NAME.fullmatch(tensor.name)
             if named is None or tensor.dtype not in FLOATS.values() or len(tensor.shape) != 2:
-                raise self._refused(f"has the tensor {shown(tensor.name)} ({tensor.dtype}, {tensor.shape}), no half of a LoRA")
+                raise self.refused(f"has the tensor {shown(tensor.name)} ({tensor.dtype}, {tensor.shape}), no half of a LoRA")
             halves.setdefault(named["module"], {})[named["half"]] = tensor
             embeddings |= {named["module"]} if named["kind"] else set()
         return {module: self._part(module, both, module in embeddings) for module, both in halves.items()}
 
     def _part(self, module: str, both: Mapping[str, StoredTensor], is_embedding: bool) -> LowRank:
         if both.keys() != {"A", "B"}:
-            raise self._refused(f"has only one half of {module}")
+            raise self.refused(f"has only one half of {module}")
         a, b, rank = both["A"], both["B"], self._of_module("r", "rank_pattern", module)
         if a.shape[0] != b.shape[1] or a.shape[0] != rank:
-            raise self._refused(
-                f"has halves of the shapes {b.shape} and {a.shape} for {module}, and its config says r {rank:g}"
-            )
+            raise self.refused(f"has halves of the shapes {b.shape} and {a.shape} for {module}, and its config says r {rank:g}")
         alpha, is_rs = self._of_module("lora_alpha", "alpha_pattern", module), bool(self.config.get("use_rslora"))
         factor = alpha / (sqrt(rank) if is_rs else rank) * self.weight
         return LowRank(a, b, factor, is_embedding or bool(self.config.get("fan_in_fan_out")))
@@ -172,7 +178,7 @@ class Adapter:
         own = self.config.get(pattern) or {}
         value = next((own[key] for key in own if re.match(rf"(.*\.)?({key})$", module)), self.config.get(name))
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._refused(f"has the {name} {shown(value)} for {module}, which is no number above 0")
+            raise self.refused(f"has the {name} {shown(value)} for {module}, which is no number above 0")
         return value
 
 
@@ -222,7 +228,7 @@ class Adapters:
             for module, part in adapter.parts().items():
                 name = usual.get(bare_name(names.usual(f"{module}.weight")))
                 if name is None:
-                    raise adapter._refused(f"changes {module}, and {place} has no such matrix: it is of another model")
+                    raise adapter.refused(f"changes {module}, and {place} has no such matrix: it is of another model")
                 parts.setdefault(name, []).append((adapter, part))
         changed = {name: self._merged(found, name, own, place) for name, own in parts.items()}
         tensors = {name: replace(one, added=changed.get(name)) for name, one in found.tensors.items()}
@@ -233,7 +239,7 @@ class Adapters:
         for adapter, part in own:
             if matrix.shape != part.shape:
                 wanted = f"{name} of {place} has the shape {matrix.shape}, and what is to be added {part.shape}"
-                raise adapter._refused(f"is of another model: {wanted}")
+                raise adapter.refused(f"is of another model: {wanted}")
         return Merged(tuple(part for _, part in own), " ".join(adapter.identity for adapter, _ in own))
 
 

@@ -24,7 +24,7 @@ from h2o_flexgen.cli.common_requests import (
     site_of,
 )
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import NOISE, PLAN, SITE, Group, Parser, add_placement, add_prefix_folder, add_sizes
+from h2o_flexgen.cli.flags import MODEL, NOISE, PLAN, SITE, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.hints import not_installed
@@ -33,6 +33,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.jobs.index import CheckedFile, check_file
 from h2o_flexgen.jobs.line import InputFile
 from h2o_flexgen.jobs.line_fields import Options
+from h2o_flexgen.jobs.model_names import ModelNames
 from h2o_flexgen.jobs.output import Manifest, Settings, manifest_file, waiting_file
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -200,7 +201,7 @@ class BatchOptions:
             site=site_of(flags),
             plan=self.plan,
             machine=self.machine,
-            checked=_checked(file, defaults, self.begun, self.resuming, skip_invalid),
+            checked=_checked(file, defaults, self.begun, self.resuming, skip_invalid, _names_of(model)),
             defaults=defaults,
             style=style,
             seed=flags.seed,
@@ -304,10 +305,22 @@ def _begun(files: JobFiles, resuming: Resuming) -> Manifest | None:
     return begun
 
 
-def _checked(file: InputFile, defaults: Options, begun: Manifest | None, resuming: Resuming, skip_invalid: bool) -> CheckedFile:
+def _names_of(model: ModelRequest) -> ModelNames | None:
+    """The names that lines may have for the model; None: any, where it has no adapters."""
+    return ModelNames(model.name, [*model.adapters_by_name]) if model.lora_modules else None
+
+
+def _checked(
+    file: InputFile,
+    defaults: Options,
+    begun: Manifest | None,
+    resuming: Resuming,
+    skip_invalid: bool,
+    names: ModelNames | None,
+) -> CheckedFile:
     with Progress(0, f"checking {file.name}", late=True) as progress:
         known = None if begun is None else begun.checked
-        checked = check_file(file, defaults, known, lambda lines: progress.update(f"{lines} lines", lines))
+        checked = check_file(file, defaults, known, lambda lines: progress.update(f"{lines} lines", lines), names)
     if not checked.begins_as_known and not resuming.anyway:
         changed = f"{file.name} is not the input that the job in {OUTPUT} was begun with"
         raise ValueError(f"{changed}; give that one, or another {OUTPUT}; {ANYWAY} goes on all the same")
@@ -374,6 +387,7 @@ def _add_plan(group: Group) -> None:
     group.option(PLAN["shared_prefixes"])
     group.option(PLAN["prefix_policy"])
     add_prefix_folder(group)
+    group.option(MODEL["lora_modules"])
     group.truth("--dry-run", text="check the input and print the plan and its bytes per tier; no weights are loaded")
 
 

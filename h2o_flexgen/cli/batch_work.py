@@ -23,7 +23,6 @@ from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import open_llm, say_threads
 from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
@@ -164,7 +163,7 @@ class PreparedBatch:
 
     @property
     def _reading(self) -> LineReading:
-        maker = RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer)
+        maker = self.llm.row_maker
         return LineReading(
             self.llm.tokenizer, self.style, maker.size, partial(prefix_finder, self.llm.plan), maker.longest_prompt
         )
@@ -235,7 +234,8 @@ class BatchJob:
             say_threads(self.request.others, self.request.site.threads, self.plan_report.arithmetic)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
-        records = RecordMaker(Answers(self.request.model.name, self.prepared.style, self.llm.spec.labels), manifest.created)
+        style, labels, adapters = self.prepared.style, self.llm.spec.labels, self.llm.loaded.adapters.names
+        records = RecordMaker(Answers(self.request.model.name, style, labels, adapters), manifest.created)
         run = JobRun(
             self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, self._elsewhere(manifest.seed)
         )

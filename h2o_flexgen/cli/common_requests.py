@@ -45,7 +45,10 @@ PACK = "--compress-weight (4 bits) or --compress-weight 8"
 
 def model_of(flags: Namespace) -> ModelRequest:
     found = choose_model(flags.model, flags.path, flags.dummy_weights)
-    return replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO), adapter=tuple(flags.adapter))
+    own = replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO), adapter=tuple(flags.adapter))
+    made = replace(own, lora_modules=tuple(getattr(flags, "lora_modules", ())))
+    _ = made.adapters_by_name  # refuses what is none
+    return made
 
 
 def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> ModelRequest:

@@ -11,7 +11,7 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import NOISE, PLAN, Group, Parser, add_placement, add_prefix_folder, add_sizes
+from h2o_flexgen.cli.flags import MODEL, NOISE, PLAN, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
 from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.core.units import SIZE, parse_bytes
@@ -185,6 +185,7 @@ def _add_requests(group: Group) -> None:
     group.value("--prefix-room", "TOKENS", f"{room} (default: {usual})", ROOM)
     group.option(PLAN["prefix_policy"])
     add_prefix_folder(group)
+    group.option(MODEL["lora_modules"])
     styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
     drawn = "requests without a seed draw by it and by their order of arrival (default: another one each time)"

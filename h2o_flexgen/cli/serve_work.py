@@ -30,7 +30,6 @@ from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import without_number
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.restarted_run import Shrink
-from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.evaluation.answer_settings import model_settings, plan_settings
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.jobs.file_job import LineReading
@@ -185,9 +184,9 @@ class Server:
 
     def service(self, readers: Executor) -> Service:
         llm, request = self._llm, self._request
-        size_of, style = RowMaker(llm.spec, llm.plan, llm.tokenizer).size, choose_style(request.style, llm.tokenizer)
+        size_of, style = llm.row_maker.size, choose_style(request.style, llm.tokenizer)
         reading = LineReading(llm.tokenizer, style, size_of, longest=self._arrivals.longest_prompt)
-        answers = Answers(request.name, style, llm.spec.labels)
+        answers = Answers(request.name, style, llm.spec.labels, llm.loaded.adapters.names)
         of_prompts, of_chats = usual_options(self._arrivals.most_tokens)
         return Service(self.desk, reading, answers, of_prompts, of_chats, self._limits, readers, int(time.time()))
 

@@ -13,6 +13,7 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
 from h2o_flexgen.core.site import Site
+from h2o_flexgen.engine.graphs import BY_ADAPTERS
 from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH, TRITON
 from h2o_flexgen.kernels.functions import why_launches_are_slow
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
@@ -117,7 +118,8 @@ def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:
     if unrecorded:
         layer, why = next(iter(unrecorded.items()))
         count = "one layer" if len(unrecorded) == 1 else f"{len(unrecorded)} layers"
-        yield f"{count} could not be recorded ({layer}: {why}), and Python made each call of each step; please report it"
+        what = "" if why == BY_ADAPTERS else "; please report it"
+        yield f"{count} could not be recorded ({layer}: {why}), and Python made each call of each step{what}"
 
 
 def unchecked_reason(plan: Plan, site: Site) -> Iterator[str]:

@@ -23,6 +23,8 @@ NODE_BYTES = 500  # of a node beside its tokens
 MOST_CANDIDATES = 4096  # beginnings that are weighed against each other
 TOKEN = array("i").itemsize
 NO_GROUP = -1
+OWN_TOKENS = 1 << 20  # numbers of tokens that rows with an adapter have for themselves
+MOST_ADAPTERS = 1000
 
 
 class SharedPrefix(NamedTuple):
@@ -68,6 +70,22 @@ class PrefixGroups:
         numbers = {group: number for number, group in enumerate(sorted(left.keys() - {NO_GROUP}))}
         groups = array("i", (numbers.get(self.groups[request], NO_GROUP) for request in requests))
         return PrefixGroups(tuple(self.lengths[group] for group in numbers), tuple(left[group] for group in numbers), groups)
+
+
+def under(adapter: int, ids: Sequence[int]) -> Sequence[int]:
+    """Tokens under the adapter with this number, as they are compared: they never agree with those under another, or none."""
+    return [token + adapter * OWN_TOKENS for token in ids] if adapter else ids
+
+
+def adapter_of(text: bytes) -> int:
+    """The number of the adapter under which a text's tokens are compared."""
+    return memoryview(text[:TOKEN]).cast("i")[0] // OWN_TOKENS if text else 0
+
+
+def text_under(adapter: int, text: bytes) -> bytes:
+    """A text of tokens, whatever adapter they were under, under the adapter with this number."""
+    by = (adapter - adapter_of(text)) * OWN_TOKENS
+    return bytes_of([token + by for token in memoryview(text).cast("i")]) if by else text
 
 
 def bytes_of(ids: Sequence[int]) -> bytes:

@@ -21,6 +21,7 @@ class Site:
     threads: int = 1  # of the CPU
     graph_bytes: int | None = None  # that an accelerator takes for a graph; None: it is not known whether graphs hold there
     writes_prefixes: bool = False  # a thread writes prefixes that rows share to a folder
+    adapter_bytes: int = 0  # of the adapters that rows have, where it is computed
 
     def usual_dtype(self, stored: str | None = None) -> str:
         """The default type to compute in: bf16 on CPUs, some of which have instructions for products of it;

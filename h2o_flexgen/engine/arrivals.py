@@ -108,7 +108,7 @@ class Arrivals(Waiting):
         """Puts all of these at the end of a queue at once, so that a block that begins now sees them all."""
         come = list(arrivals)
         if self._sharing is not None:
-            self._sharing.take_note((arrival.rows[0].prompt_ids, len(arrival.rows)) for arrival in come)
+            self._sharing.take_note((arrival.rows[0].compared_ids, len(arrival.rows)) for arrival in come)
         with self._changed:
             if self._is_closed:
                 raise Closed("no more requests are taken")
@@ -282,7 +282,7 @@ class Arrivals(Waiting):
             del self._seated[row.row], self._needs[row.row]
 
     def choose(self, row: RowState, kept: PrefixStore, room: int) -> SharedPrefix | None:
-        shared = NOTHING if self._sharing is None else self._sharing.choice(row.prompt_ids, kept, room)
+        shared = NOTHING if self._sharing is None else self._sharing.choice(row.compared_ids, kept, room)
         need = SeatNeed.behind(shared.prefix, row.prompt_len, row.max_tokens, self.planned.plan.copies_prefixes)
         if not all(level.policy.suits(need) for level in self._block.levels):
             shared, need = NOTHING, SeatNeed(row.prompt_len, row.max_tokens)

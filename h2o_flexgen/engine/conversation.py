@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from h2o_flexgen.core.allowed_values import check_tokens
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.drafts import NONE_DRAFTED
@@ -240,6 +241,10 @@ class Conversation:
         )
 
     def _row(self, ids: Sequence[int], params: SamplingParams) -> RowState:
+        if params.lora_name is not None:
+            raise ValueError(
+                f"lora_name is {shown(params.lora_name)}, and a conversation has no adapter; merge it, or write llm.chat"
+            )
         before = self._tail[: len(self._tail) - len(self._unread)]
         return RowState(self.turns, [*before, *ids], params, self._tokenizer, streamed=True)
 

@@ -22,16 +22,18 @@ from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
-from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
+from h2o_flexgen.engine.graphs import BY_ADAPTERS, Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
 from h2o_flexgen.engine.head import AtHead, OfHead, positions_at_once
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
+from h2o_flexgen.engine.row_adapters import RowAdapters
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, PartsThere, RowsPart
 from h2o_flexgen.engine.seated_rows import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.layer_judges import judges_of
+from h2o_flexgen.engine.stores.low_rank import LowRankStore
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateStore
@@ -236,9 +238,10 @@ class Engine:
         memories: Memories,
         times_all: bool = True,
         prefix_files: PrefixFiles | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         """`times_all`: traces have every task, also where times cost calls to the device's driver. `prefix_files`: where
-        prefixes that rows share outlive the process."""
+        prefixes that rows share outlive the process. `adapters`: those that rows may have."""
         self._times_all = times_all
         self._prefix_files = prefix_files
         self._model = model
@@ -253,9 +256,17 @@ class Engine:
         sections = (only_layers(self._spec, layers_of(device_of, device)) for device in range(plan.pipeline))
         specs = [self._spec] if plan.pipeline == 1 else list(sections)
         self._weights = [WeightStore(spec, tiers, source, own) for spec, own in zip(specs, memories.of_devices, strict=True)]
+        own_adapters = RowAdapters() if adapters is None else adapters
+        self._low_rank = [LowRankStore(own_adapters, spec, own) for spec, own in zip(specs, memories.of_devices)]
         judges = [judges_of(self._spec, spec, plan, own) for spec, own in zip(specs, memories.of_devices)]
         self._judges = {layer: judge for of_device in judges for layer, judge in of_device.items()}
         self._lasting: PrefixStore | None = None  # of a block that is over, for the next one
+
+    def load_adapters(self) -> None:
+        """Loads the adapters of rows that are not loaded yet."""
+        with torch.inference_mode():
+            for own in self._low_rank:
+                own.load()
 
     def trim(self) -> None:
         """Frees buffers that the blocks of an earlier workload left for reuse: the next ones may have other sizes."""
@@ -416,8 +427,9 @@ class Engine:
     def _count_graphs(self, graphs: StepGraphs | None, measures: _Measures) -> None:
         if graphs is not None:
             measures.replayed, measures.graphs_given_up = graphs.replayed, graphs.given_up
-            names = ((self._spec.layers[layer].name.title, why) for layer, why in graphs.refused.items())
-            measures.unrecorded = dict(names)
+            beside = dict.fromkeys((layer.name.title for layer in self._spec.layers[1:-1]), BY_ADAPTERS)
+            names = {self._spec.layers[layer].name.title: why for layer, why in graphs.refused.items()}
+            measures.unrecorded = names | (beside if graphs.met_adapters else {})
 
     @contextmanager
     def _prefixes(self, planned: BlockPlan, waiting: Waiting | None) -> Iterator[PrefixStore]:
@@ -711,7 +723,10 @@ class Engine:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:
             x, weights = hidden, self._weights_for(visit).views(visit)
-        return base.computed(self._model, self._weights_for(visit).layer(visit), x, weights, given)
+        layer = self._weights_for(visit).layer(visit)
+        if part.adapted is not None:
+            weights = self._low_rank[self._device_of(visit.layer)].beside(layer, weights, part.adapted)
+        return base.computed(self._model, layer, x, weights, given)
 
 
 def _never(task: Task) -> bool:

@@ -85,6 +85,7 @@ class LayerWork(NamedTuple):
     likeness: Callable[[], Likeness]  # asked for where the work is recorded
 
 
+BY_ADAPTERS = "rows have adapters"  # why layers are computed without graphs
 WORTH_STEPS = 3  # that rows stay together: to capture a layer takes about twice as long as to compute it
 Where = Callable[[Collection[int]], tuple[int, ...]]  # the places of prefixes
 
@@ -198,6 +199,7 @@ class StepGraphs:
         self.replayed = 0  # COMPUTEs
         self.given_up: str | None = None  # why nothing is captured any more
         self.refused: dict[int, str] = {}  # layer -> why it was computed without a graph
+        self.met_adapters = False  # steps had rows with adapters, and were computed without graphs
 
     @classmethod
     def of(cls, plan: Plan, device: Device, rests: Callable[[int, int], bool], where: Where) -> StepGraphs | None:
@@ -206,9 +208,13 @@ class StepGraphs:
         return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 
     def take(self, rows: BatchRows) -> bool:
-        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, with a token of each."""
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, with a token of each, and no
+        adapters beside the weights."""
         (part, *others) = rows.parts
-        return not others and not part.now.is_prefill and not part.ahead and self.given_up is None
+        if others or part.now.is_prefill or part.ahead or self.given_up is not None:
+            return False
+        self.met_adapters |= bool(part.adapters)
+        return not part.adapters
 
     def is_past(self, task: Task) -> bool:
         """Whether a chain has computed it."""

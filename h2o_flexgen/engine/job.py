@@ -24,6 +24,7 @@ class RequestSize(NamedTuple):
     gen_len: int  # tokens that it may grow; 0: it only scores its prompt
     rows: int = 1  # completions
     scores: bool = False  # the log-probabilities of its prompt are asked for
+    adapter: int = 0  # its number; 0: none
 
 
 @dataclass(frozen=True)

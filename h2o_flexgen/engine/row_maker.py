@@ -4,7 +4,7 @@ refused here, before anything is planned."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -13,6 +13,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request, RequestSize, prompt_of
+from h2o_flexgen.engine.row_adapters import RowAdapters
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, longest_text, most_tokens
@@ -31,6 +32,7 @@ class RowMaker:
     spec: ModelSpec
     plan: Plan
     tokenizer: Tokenizer
+    adapters: RowAdapters = field(default_factory=RowAdapters)  # that rows may ask for
 
     @cached_property
     def _levels(self) -> tuple[Level, ...]:
@@ -72,7 +74,9 @@ class RowMaker:
         assert params.max_tokens is not None
         for level in self._levels:
             level.policy.alone(SeatNeed(len(prompt.ids), params.max_tokens))  # refuses a budget without slots
-        return RequestSize(len(prompt.ids), params.max_tokens, params.n, params.asks_of_prompt)
+        return RequestSize(
+            len(prompt.ids), params.max_tokens, params.n, params.asks_of_prompt, self.adapters.number(params.lora_name)
+        )
 
     def _rows(
         self, index: int, prompt: Prompt, asked: SamplingParams, streamed: bool, forced: Sequence[int], first: int
@@ -80,10 +84,8 @@ class RowMaker:
         given = token_ids(f"what row {index} is forced to take", forced)
         self._check_prompt(index, prompt.ids)
         own = self._checked(asked, index, len(prompt.ids), given)
-        rows = [
-            RowState(index, prompt.ids, own, self.tokenizer, prompt.text, streamed, given, number, first + number)
-            for number in range(own.n)
-        ]
+        told, adapter = (self.tokenizer, prompt.text, streamed, given), self.adapters.number(own.lora_name)
+        rows = [RowState(index, prompt.ids, own, *told, number, first + number, adapter) for number in range(own.n)]
         rows[0].truncated_tokens = prompt.left_out
         return rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from h2o_flexgen.core.prefix_groups import under
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
 from h2o_flexgen.sampling.logits import History
 from h2o_flexgen.sampling.params import SamplingParams
@@ -28,6 +29,7 @@ class RowState:
         forced: Sequence[int] = (),
         number: int = 0,
         row: int | None = None,
+        adapter: int = 0,
     ) -> None:
         assert params.max_tokens is not None, "the caller replaces None by the positions left"
         if params.stop_strings and not tokenizer.reads_texts:
@@ -36,6 +38,7 @@ class RowState:
         self.number = number  # number of the row among the completions of its prompt
         self.row = index if row is None else row  # index among all rows of the workload
         self.params = params
+        self.adapter = adapter  # its number; 0: none
         self.max_tokens = params.max_tokens
         self.prompt = prompt
         self.seen = list(prompt_ids)  # prompt and generated ids
@@ -95,6 +98,11 @@ class RowState:
     @property
     def prompt_ids(self) -> list[int]:
         return self.seen[: self.prompt_len]
+
+    @property
+    def compared_ids(self) -> Sequence[int]:
+        """Its prompt as it is compared with those of others."""
+        return under(self.adapter, self.prompt_ids)
 
     @property
     def token_ids(self) -> list[int]:

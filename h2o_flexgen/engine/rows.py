@@ -22,6 +22,7 @@ from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.masks import BatchMasks, MaskMaker, RowBroken
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
+from h2o_flexgen.kernels.adapted_matrix import AdaptedRows
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
@@ -55,6 +56,7 @@ class RowsPart:
     at_once: int | None = None  # the most tokens that a layer computes at once; None: all
     ahead: tuple[TokensAhead, ...] = ()  # in a decode step: each token is a row of `tokens` of its own, behind the others
     places: tuple[tuple[int, ...], ...] = ()  # if there are tokens ahead: where those of each row are among `tokens`
+    adapters: tuple[int, ...] = ()  # the number of each row's adapter; nothing where no row has one
 
     @cached_property
     def positions(self) -> Tensor:
@@ -71,6 +73,17 @@ class RowsPart:
 
         ahead = tuple(one._replace(levels=there(one.levels)) for one in self.ahead)
         return replace(self, levels=there(self.levels), tokens=self.tokens.to(target, non_blocking=True), ahead=ahead)
+
+    @cached_property
+    def adapted(self) -> AdaptedRows | None:
+        """The adapters of the rows of `tokens`; None if none has one."""
+        if not self.adapters:
+            return None
+        own = [*self.adapters, *(0 for _ in range(len(self.tokens) - len(self.adapters)))]
+        for number, places in zip(self.adapters, self.places):
+            for place in places:
+                own[place] = number
+        return AdaptedRows(tuple(own), self.tokens.device)
 
     @property
     def pieces(self) -> tuple[slice, ...]:
@@ -278,7 +291,8 @@ class BatchRows:
             tokens_of_part = padded(self._rows[rows], batch.lengths, batch.readings)
             slots = [policy.occupancy(batch, self._gen_len).at(0) for policy in self._policies]
             levels = self._steps_of(slots, echoes_within=batch.echoes_within)
-            parts.append(RowsPart(rows, levels, self._uploaded(tokens_of_part), at_once=tokens))
+            own = adapters_of(self._rows[rows])
+            parts.append(RowsPart(rows, levels, self._uploaded(tokens_of_part), at_once=tokens, adapters=own))
             start += batch.size
         return tuple(parts)
 
@@ -422,7 +436,7 @@ class BatchRows:
         if self._drafts is not None:
             return (self._decoding(slice(None)),)
         levels = self._steps_of(own.at(step) for own in self._occupancies)
-        return (RowsPart(slice(None), levels, self._newest[:, None]),)
+        return (RowsPart(slice(None), levels, self._newest[:, None], adapters=adapters_of(self._rows)),)
 
     def _decoding(self, staying: slice) -> RowsPart:
         """The step of rows that are each at a step of their own, with what they have taken ahead, and what is guessed behind
@@ -431,8 +445,9 @@ class BatchRows:
             self._drafts.propose(self._rows, [*map(self._most_guessed, self._rows)])
         first, more = [row.num_generated - row.ahead for row in self._rows], [*map(self._behind_newest, self._rows)]
         levels, most = self._steps_at([*zip(self._rows, first)]), max(map(len, more))
+        adapters = adapters_of(self._rows)
         if not most:
-            return RowsPart(staying, levels, self._newest[:, None])
+            return RowsPart(staying, levels, self._newest[:, None], adapters=adapters)
         ahead, tokens, places = list[TokensAhead](), list[int](), [[place] for place in range(len(more))]
         for group in self._grouped([*map(len, more)]):
             levels_ahead = self._steps_at([(self._rows[place], first[place] + turn + 1) for place, turn in group.tokens])
@@ -441,7 +456,8 @@ class BatchRows:
                 places[place].append(len(more) + len(tokens))
                 tokens.append(more[place][turn])
         all_tokens = torch.cat((self._newest, self._uploaded(torch.tensor(tokens))))
-        return RowsPart(staying, levels, all_tokens[:, None], ahead=tuple(ahead), places=tuple(map(tuple, places)))
+        own = tuple(map(tuple, places))
+        return RowsPart(staying, levels, all_tokens[:, None], ahead=tuple(ahead), places=own, adapters=adapters)
 
     def _grouped(self, more: Sequence[int]) -> Sequence[_Group]:
         """Tokens that are attended in one call, for so many of each row: those of a row where all is kept and attended, or else
@@ -528,6 +544,12 @@ def _naming(rows: Sequence[RowState], place: int = 0) -> Iterator[None]:
         lost = NoTokenLeft(place, rows[place].index, f"prompt {rows[place].index} cannot go on: {broken}")
         lost.row = rows[place].row
         raise lost from broken
+
+
+def adapters_of(rows: Sequence[RowState]) -> tuple[int, ...]:
+    """The number of each row's adapter; nothing where no row has one."""
+    own = tuple(row.adapter for row in rows)
+    return own if any(own) else ()
 
 
 def padded(rows: Sequence[RowState], lengths: Sequence[int], readings: int = 1) -> Tensor:

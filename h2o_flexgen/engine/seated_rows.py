@@ -20,7 +20,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.drafts import Drafts
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, padded
+from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, adapters_of, padded
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import Upload
@@ -107,7 +107,7 @@ class SeatedRows(BatchRows):
             source = self._waiting.choose(row, self._prefixes, room - sum(part.tokens.numel() for part in parts))
             need = self._waiting.need(row)
             self._slots[row.row], self._shared[row.row] = [policy.alone(need) for policy in self._policies], need.prefix
-            if need.prefix is not None and self._prefixes.use(need.prefix, row.prompt_ids[: need.prefix.tokens], source):
+            if need.prefix is not None and self._prefixes.use(need.prefix, row.compared_ids[: need.prefix.tokens], source):
                 parts.append(self._computing(need.prefix, source, row))
         self._rows += sorted(newcomers, key=lambda row: -self._waiting.need(row).read)  # neighbours have few pads
         return parts
@@ -120,7 +120,8 @@ class SeatedRows(BatchRows):
             slots, tokens = [whole.behind(source.tokens) for whole in slots], tokens[source.tokens :]
             self._copied.append(source.group)
         levels = self._steps_of(slots, () if source is None else (source,), capacity=length)
-        return RowsPart(slice(0), levels, self._uploaded(torch.tensor([tokens])), prefix.group, self._prefill_tokens)
+        uploaded, own = self._uploaded(torch.tensor([tokens])), adapters_of([row])
+        return RowsPart(slice(0), levels, uploaded, prefix.group, self._prefill_tokens, adapters=own)
 
     def _shared_by(self, rows: Sequence[tuple[RowState, int]]) -> Sequence[SharedPrefix | None]:
         return () if self._copies else [self._shared[row.row] for row, _ in rows]
@@ -138,7 +139,8 @@ class SeatedRows(BatchRows):
         slots, prefixes = map(StepSlots.of_rows, zip(*steps)), [need.prefix for need in needs]
         levels = self._steps_of(slots, prefixes, echoes_within=self._batch.echoes_within)
         tokens = padded(newcomers, [need.read for need in needs], self._batch.readings)
-        return RowsPart(rows, levels, self._uploaded(tokens), at_once=self._prefill_tokens)
+        own = adapters_of(newcomers)
+        return RowsPart(rows, levels, self._uploaded(tokens), at_once=self._prefill_tokens, adapters=own)
 
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from h2o_flexgen.core.prefix_groups import PrefixGroups
+from h2o_flexgen.core.prefix_groups import PrefixGroups, under
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Job, Request, Requests, RequestSize, prefix_finder, prompt_of, workload_of_job
 from h2o_flexgen.engine.reports import Ticker
@@ -38,7 +38,7 @@ class ListedJob:
         if finder is None:
             return cls(read, sizes)
         for one, size in zip(read, sizes):
-            finder.add(prompt_of(one).ids, size.rows)
+            finder.add(under(size.adapter, prompt_of(one).ids), size.rows)
         return cls(read, sizes, finder.groups())
 
     def without(self, ended: Container[int]) -> ListedJob:

@@ -93,7 +93,9 @@ OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute", "prefix_policy", 
 def model_settings(llm: LLM) -> tuple[Settings, Settings]:
     """What the answers depend on of the model, and what only their last bits depend on."""
     identity = model_identity(llm)
-    of_answers = {f"the model's {name}": identity.get(name) for name in (WEIGHTS, TOKENIZER, DTYPE)}
+    of_answers: dict[str, object] = {f"the model's {name}": identity.get(name) for name in (WEIGHTS, TOKENIZER, DTYPE)}
+    for one in llm.loaded.adapters:
+        of_answers[f"the adapter {one.name}"] = one.adapter.identity
     return of_answers, {name: identity[name] for name in IN_LAST_BITS}
 
 

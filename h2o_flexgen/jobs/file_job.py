@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias, overload
 
-from h2o_flexgen.core.prefix_groups import PrefixFinder, PrefixGroups
+from h2o_flexgen.core.prefix_groups import PrefixFinder, PrefixGroups, under
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.engine.job import Request, RequestSize, prompt_of, without_number
 from h2o_flexgen.jobs.index import Index
@@ -144,7 +144,7 @@ class FileJob:
     def _add(self, place: int, request: Request, size: RequestSize, among_read: int | None) -> None:
         """Takes a request; `among_read` is its place among all that are read, None if it is not to be run."""
         if self.finder is not None:
-            self.finder.add(prompt_of(request).ids, size.rows)
+            self.finder.add(under(size.adapter, prompt_of(request).ids), size.rows)
         if among_read is not None:
             self._among_read.append(among_read)
             self.places.append(place)

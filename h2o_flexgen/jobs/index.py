@@ -31,6 +31,7 @@ from h2o_flexgen.jobs.line import (
     RawLine,
 )
 from h2o_flexgen.jobs.line_fields import Options
+from h2o_flexgen.jobs.model_names import ModelNames
 
 SOUND, REFUSED, TWICE = range(3)
 HALVES = struct.Struct("QQ")  # of a digest
@@ -204,10 +205,15 @@ class CheckedFile:
 
 
 def check_file(
-    file: InputFile, defaults: Options, known: InputPart | None = None, on_line: OnLine | None = None
+    file: InputFile,
+    defaults: Options,
+    known: InputPart | None = None,
+    on_line: OnLine | None = None,
+    names: ModelNames | None = None,
 ) -> CheckedFile:
-    """Reads every line once. `known` is what an earlier run had checked."""
-    return check_lines(Index(file, LineReader(file.is_json, defaults)), known, on_line)
+    """Reads every line once. `known` is what an earlier run had checked. `names`: those that a model may have in a line, where
+    it has adapters."""
+    return check_lines(Index(file, LineReader(file.is_json, defaults, names=names)), known, on_line)
 
 
 def check_lines(index: Index, known: InputPart | None = None, on_line: OnLine | None = None, named: int = NAMED) -> CheckedFile:

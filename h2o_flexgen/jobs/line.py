@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import reason, refuse_unknown, shown
 from h2o_flexgen.jobs.line_fields import Options, read_options
+from h2o_flexgen.jobs.model_names import ModelNames
 from h2o_flexgen.jobs.pooling_fields import CLASSIFY, PAIRS, RERANK, SCORE, read_embedding_options, read_label_options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style
@@ -152,6 +153,7 @@ class LineReader:
     read_body: ReadBody | None = None  # if bodies are not read as those of files are
     most_bytes: int = LONGEST_LINE
     read_inputs: ReadInputs | None = None  # the same of bodies with prompts that are only read
+    names: ModelNames | None = None  # that the model may have in bodies, one with each adapter; None: any name will do
 
     def read(self, data: bytes) -> Line:
         try:
@@ -190,11 +192,15 @@ class LineReader:
         if not isinstance(body, dict):
             raise ValueError(f"{BODY} is {shown(body)}; it is the request, an object")
         if url in READING:
-            return _only(custom_id, INPUT if url not in PAIRS else PAIRS[url][0], (self.read_inputs or read_inputs)(url, body))
+            name = INPUT if url not in PAIRS else PAIRS[url][0]
+            return _only(custom_id, name, (self.read_inputs or read_inputs)(url, self._named(body)))
         return self._read_body(custom_id, body, url == CHAT)
 
     def _read_body(self, custom_id: str | None, body: Mapping[str, object], is_chat: bool) -> Line:
-        return _only(custom_id, PROMPT, (self.read_body or read_body)(body, is_chat, self.defaults))
+        return _only(custom_id, PROMPT, (self.read_body or read_body)(self._named(body), is_chat, self.defaults))
+
+    def _named(self, body: Mapping[str, object]) -> Mapping[str, object]:
+        return body if self.names is None else self.names.read(body)
 
 
 def _only(custom_id: str | None, name: str, lines: Sequence[Line]) -> Line:

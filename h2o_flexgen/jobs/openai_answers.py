@@ -19,6 +19,7 @@ from typing import TypeAlias
 from h2o_flexgen.core.labels import Labels
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.jobs.line_fields import EmbeddingForm, LabelForm
+from h2o_flexgen.jobs.model_names import ModelNames
 from h2o_flexgen.jobs.pooling_fields import CLASSIFY, RERANK, SCORE
 from h2o_flexgen.sampling.completion import AnswerMessage, Completion, Output, StepLogprobs, TokenLogprob
 from h2o_flexgen.sampling.pooling import Classification, Ranked, best_first
@@ -117,6 +118,11 @@ class Answers:
     model: str
     style: Style  # in which chats were written down, and so are answered
     labels: Labels | None = None  # by which the model scores texts
+    adapters: Sequence[str] = ()  # names of those that requests may ask for
+
+    @property
+    def names(self) -> ModelNames:
+        return ModelNames(self.model, self.adapters)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -134,7 +140,7 @@ class Answers:
         kind = "chat.completion" if first.is_chat else "text_completion"
         completions = [completion for _, completion in answered]
         said_back: Said = {} if first.options.metadata is None else {"metadata": {**first.options.metadata}}
-        head = self.head(name, created, first.is_chat, kind)
+        head = self.head(name, created, first, kind)
         return {**head, "choices": choices, "usage": usage(completions), **said_back}
 
     def _of_prompts(self, name: str, created: int, answered: Sequence[tuple[Line, Completion]]) -> Said:
@@ -143,14 +149,19 @@ class Answers:
         del counted["completion_tokens"]
         if isinstance(answered[0][0].options.form, LabelForm):
             assert self.labels is not None, "otherwise nothing is scored by them"
-            head: Said = {"id": name, "created": created, "model": self.model}
+            head: Said = {"id": name, "created": created, "model": self.model_of(answered[0][0])}
             return label_body(head, counted, self.labels, answered)
         data = [_embedding(place, *one) for place, one in enumerate(answered)]
-        return {"object": "list", "data": data, "model": self.model, "usage": counted}
+        return {"object": "list", "data": data, "model": self.model_of(answered[0][0]), "usage": counted}
 
-    def head(self, name: str, created: int, is_chat: bool, kind: str) -> Said:
-        """What an answer begins with; all chunks of a streamed one begin alike."""
-        return {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", "object": kind, "created": created, "model": self.model}
+    def head(self, name: str, created: int, first: Line, kind: str) -> Said:
+        """What an answer to these lines begins with; all chunks of a streamed one begin alike."""
+        begins = "chatcmpl" if first.is_chat else "cmpl"
+        return {"id": f"{begins}-{name}", "object": kind, "created": created, "model": self.model_of(first)}
+
+    def model_of(self, line: Line) -> str:
+        """The name of the model that has answered, with the adapter that it had."""
+        return self.names.of(line.options.params.lora_name)
 
     def choice(self, line: Line, completion: Completion, output: Output, index: int, name: str) -> Said:
         """One of the choices of the answer with this name."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from h2o_flexgen.core.allowed_values import Choice
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.line_fields import UNUSED, EmbeddingForm, LabelForm, Options
+from h2o_flexgen.jobs.model_names import LORA
 from h2o_flexgen.sampling.pooling import (
     CLASSIFYING,
     INSTEAD,
@@ -23,7 +24,7 @@ CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
 FIRST, SECOND, QUERY, DOCUMENTS, TOP_N, TEMPLATE = "text_1", "text_2", "query", "documents", "top_n", "template"
 TRUNCATE = "truncate"
 _WITHOUT_EFFECT = ("model", "user")
-_EVERY = (*_WITHOUT_EFFECT, TRUNCATE)
+_EVERY = (*_WITHOUT_EFFECT, TRUNCATE, LORA)
 Given: TypeAlias = "Mapping[str, object]"
 
 
@@ -66,7 +67,7 @@ def _options(url: str, given: Given, beside: Collection[str], instead: Mapping[s
         UNUSED[name].value(name, found[name])
     most = MOST_RETURNED.value(TOP_N, found[TOP_N]) if TOP_N in found else None
     form = LabelForm(read_truncate(found.get(TRUNCATE)), url, most)
-    return Options(ClassifyParams(ranks=url != CLASSIFY), form=form)
+    return Options(ClassifyParams(ranks=url != CLASSIFY, lora_name=found.get(LORA)), form=form)  # type: ignore[arg-type]
 
 
 def _texts(name: str, given: object) -> list[object]:
@@ -82,7 +83,7 @@ def _pair(first: object, second: object, template: object) -> TextPair:
 
 
 FLOAT, BASE64 = "float", "base64"
-ENCODING, OF_PARAMS = "encoding_format", ("pooling", "normalize")
+ENCODING, OF_PARAMS = "encoding_format", ("pooling", "normalize", LORA)
 OF_EMBEDDINGS = frozenset((*_WITHOUT_EFFECT, ENCODING, *OF_PARAMS, TRUNCATE))
 _ENCODINGS = Choice((FLOAT, BASE64))
 

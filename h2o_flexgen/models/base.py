@@ -16,6 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, OfHeads
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.kernels.adapted_matrix import AdaptedMatrix
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.models.config_values import Bounds, Config
 from h2o_flexgen.models.new_tokens import Attend, NewTokens
@@ -29,7 +30,8 @@ class Matrix(Protocol):
         """x (..., inputs) -> (..., outputs)."""
 
 
-Weights = Mapping[str, Tensor | Matrix]  # what is no plain tensor is for `ops.linear` alone
+# What is no plain tensor is for `tensor_ops.linears` alone; what rows have adapters for is, too.
+Weights = Mapping[str, Tensor | Matrix | AdaptedMatrix]
 
 
 def nothing_to_attend(tokens: NewTokens) -> Tensor:

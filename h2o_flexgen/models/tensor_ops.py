@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.adapted_matrix import AdaptedMatrix, bare
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import (
@@ -37,6 +38,7 @@ from h2o_flexgen.kernels.operations import (
     take_rows,
 )
 from h2o_flexgen.kernels.recording import CannotBeRecorded
+from h2o_flexgen.models.base import Matrix as ModelMatrix
 from h2o_flexgen.models.base import Weights
 
 LEAST_SQUARE = 1e-30  # prevents a division by zero
@@ -53,13 +55,22 @@ def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
 
 def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
     """Products of the same rows, which are made ready for them only once. Each is computed when it is asked for, or all of them
-    at once."""
-    factor, matrices = Factor(x), [(weights[f"{name}.weight"], plain(weights, f"{name}.bias")) for name in names]
-    if len(names) > 1 and (made := linears_of_same(factor, matrices)) is not None:
+    at once. The adapters of rows add to them here, and nowhere else."""
+    factor, given = Factor(x), [weights[f"{name}.weight"] for name in names]
+    products = _products(factor, [(bare(matrix), plain(weights, f"{name}.bias")) for name, matrix in zip(names, given)])
+    if not any(isinstance(matrix, AdaptedMatrix) for matrix in given):
+        yield from products
+        return
+    for matrix, out in zip(given, products):
+        yield matrix.added(factor, out) if isinstance(matrix, AdaptedMatrix) else out
+
+
+def _products(x: Factor, matrices: Sequence[tuple[ModelMatrix, Tensor | None]]) -> Iterator[Tensor]:
+    if len(matrices) > 1 and (made := linears_of_same(x, matrices)) is not None:
         yield from made
         return
     for matrix, bias in matrices:
-        yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
+        yield plain_product(x, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(x, bias)
 
 
 def linears_of_each(x: Tensor, counts: Counts, weights: Weights, *names: Sequence[str]) -> Iterator[Tensor]:

@@ -96,6 +96,8 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
+    if site.adapter_bytes:
+        parts[compute]["adapters"] = site.adapter_bytes
     parts[HOST]["disk buffers"] = _disk_buffers(planned, site)
     return {tier: dict(held) for tier, held in parts.items()}
 

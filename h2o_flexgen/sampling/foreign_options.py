@@ -13,7 +13,7 @@ from h2o_flexgen.sampling.params import INSTEAD, SAMPLING
 _LEAVE_OUT = "leave it out"
 _AT_ONCE = "prefill_tokens= says how many tokens of prompts are computed at once"
 _GPUS = "`h2o-flexgen run` and `h2o-flexgen batch` start a process with each of several GPUs: --gpus N"
-_MERGED = "write adapter=FOLDER, or a list: LoRA of PEFT is merged into the model"
+_MERGED = "write adapter=FOLDER, or a list, which is merged into the model; or lora={NAME: FOLDER} for adapters of requests"
 _PACKED = 'write weight_codec="group4" or weight_codec="group8", and compute="int8" for products of 8 bits'
 _SHARES = "percent=(...) says how much of weights, KV and activations lies where, and cpu_mem= how much memory may be used"
 
@@ -47,7 +47,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "disable_log_stats": ForeignOption(f"{_NOTHING_LOGGED}; {_LEAVE_OUT}", _TRUE_OR_FALSE),
     "download_dir": ForeignOption("the environment's HF_HOME says where downloads lie", (None,)),
     "enable_chunked_prefill": ForeignOption(_AT_ONCE, _TRUE_OR_FALSE),
-    "enable_lora": ForeignOption(_MERGED, (False, None)),
+    "enable_lora": ForeignOption(f"adapters of requests need no leave; {_LEAVE_OUT}", (*_TRUE_OR_FALSE, None)),
     "enable_prefix_caching": ForeignOption(
         "generate_stream, `h2o-flexgen batch` and `h2o-flexgen serve` compute once what prompts begin with alike, unless "
         "shared_prefixes=False; generate computes each prompt by itself",
@@ -66,8 +66,11 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "load_in_8bit": ForeignOption(
         'write weight_codec="group8", and compute="int8" if activations are to be rounded to 8 bits, too'
     ),
+    "lora_modules": ForeignOption("write lora={NAME: FOLDER}"),
     "lora_path": ForeignOption(_MERGED, (None,)),
     "low_cpu_mem_usage": ForeignOption("write cpu_mem=", _TRUE_OR_FALSE),
+    "max_lora_rank": ForeignOption(f"adapters have any rank; {_LEAVE_OUT}"),
+    "max_loras": ForeignOption(f"all adapters that are given are held; {_LEAVE_OUT}"),
     "max_memory": ForeignOption("write gpu_mem= and cpu_mem="),
     "max_model_len": ForeignOption(_LENGTH, (None,), is_length=True),
     "max_num_batched_tokens": ForeignOption(_AT_ONCE),
@@ -111,7 +114,6 @@ ARGUMENTS: Mapping[str, str] = {
     "generation_config": "write sampling_params=SamplingParams(...)",
     "input_ids": _FIRST,
     "inputs": _FIRST,
-    "lora_request": "adapters are those of the model, and not of a request: LLM merges those that it is given as adapter",
     "messages": "write llm.chat(messages)",
     "pad_token_id": f"nothing is padded; {_LEAVE_OUT}",
     "params": "write sampling_params=",

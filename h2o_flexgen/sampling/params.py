@@ -160,6 +160,8 @@ class SamplingParams:
         flags=("--json-schema",),
         elsewhere=("guided_decoding",),
     )
+    # the name of the adapter that the row has
+    lora_name: str | None = option(None, Rule(text, "the name of an adapter"), note=", or None")
     # the same as OpenAI has it: what it asks for is kept as structured_outputs
     response_format: StructuredOutputsParams | Mapping[str, object] | None = option(None, AsResponseFormat())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from h2o_flexgen.core.allowed_values import TRUTH, Bounds, Choice
@@ -101,7 +101,7 @@ class ClassifyParams(PoolingParams):
             raise ValueError(
                 f"{model} has {len(labels.names)} labels ({named}), and ranking takes a model with one; use classify"
             )
-        return ClassifyParams(ranks=self.ranks, labels=labels)
+        return replace(self, labels=labels)
 
 
 @dataclass(frozen=True)

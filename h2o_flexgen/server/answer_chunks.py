@@ -216,7 +216,7 @@ class AnswerChunks:
 
     def _head(self, line: Line) -> Said:
         kind = "chat.completion.chunk" if line.is_chat else "text_completion"
-        return self.answers.head(self.name, self.created, line.is_chat, kind)
+        return self.answers.head(self.name, self.created, line, kind)
 
     def _no_usage(self) -> Said:
         return {"usage": None} if self.asked.with_usage else {}

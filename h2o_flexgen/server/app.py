@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2o_flexgen.core.files import read_text
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.line import READING as READ_THERE
+from h2o_flexgen.jobs.model_names import UnknownModel
 from h2o_flexgen.jobs.pooling_fields import CLASSIFY
 from h2o_flexgen.server.batches.routes import BatchRoutes, routes_without_folder
 from h2o_flexgen.server.counts import MEDIA_TYPE, ServerCounts, batches_text
@@ -157,15 +158,20 @@ def _state_routes(service: Service, counts: ServerCounts, batches: BatchRoutes |
 
 
 def _model_routes(service: Service) -> list[Route]:
-    name = service.answers.model
-    model = {"id": name, "object": "model", "created": service.began, "owned_by": OWNER}
+    names = service.answers.names
+
+    def said(name: str) -> dict[str, object]:
+        of_adapter = {} if name == names.model else {"parent": names.model}
+        return {"id": name, "object": "model", "created": service.began, "owned_by": OWNER, **of_adapter}
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [*map(said, names.every)]})
 
     async def one_model(request: Request) -> Response:
-        asked = request.path_params["name"]
-        return JSONResponse(model) if asked == name else _told(unknown_model(asked, name))
+        try:
+            return JSONResponse(said(names.of(names.adapter(request.path_params["name"]))))
+        except UnknownModel as error:
+            return _told(unknown_model(str(error)))
 
     return [Route(MODELS, models), Route(MODELS + "/{name:path}", one_model)]
 

@@ -10,10 +10,11 @@ from h2o_flexgen.core.allowed_values import TRUTH
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.line import INPUT, Line, read_body, read_inputs, read_json
 from h2o_flexgen.jobs.line_fields import LOGPROBS, TOP_LOGPROBS, Options, as_given
+from h2o_flexgen.jobs.model_names import ModelNames, UnknownModel
 from h2o_flexgen.jobs.pooling_fields import PAIRS
 from h2o_flexgen.server.problems import Refused, bad_request, unknown_model
 
-MODEL, STREAM, STREAM_OPTIONS, USAGE = "model", "stream", "stream_options", "include_usage"
+STREAM, STREAM_OPTIONS, USAGE = "stream", "stream_options", "include_usage"
 WITHOUT_EFFECT = "include_obfuscation"  # OpenAI pads chunks against listeners
 MOST_COMPLETIONS, MOST_ROWS, MOST_LIKELIEST = 128, 2048, 20  # n; completions of a body; tokens beside each
 
@@ -41,18 +42,18 @@ class CompletionsRequest:
         return self.lines[0].options.params.n
 
 
-def read_asked(data: bytes, is_chat: bool, defaults: Options, model: str) -> CompletionsRequest:
-    """Reads a body for the model of this name."""
-    given = read_given(data, model)
+def read_asked(data: bytes, is_chat: bool, defaults: Options, names: ModelNames) -> CompletionsRequest:
+    """Reads a body for the model of these names."""
+    given = read_given(data, names)
     try:
         return _asked(given, is_chat, defaults)
     except ValueError as error:
         raise refusal_of(str(error), given) from error
 
 
-def read_asked_inputs(url: str, data: bytes, model: str) -> CompletionsRequest:
+def read_asked_inputs(url: str, data: bytes, names: ModelNames) -> CompletionsRequest:
     """The same of a body with prompts that are only read, for this url."""
-    given = read_given(data, model)
+    given = read_given(data, names)
     try:
         lines = _inputs(url, given)
     except ValueError as error:
@@ -60,33 +61,32 @@ def read_asked_inputs(url: str, data: bytes, model: str) -> CompletionsRequest:
     return CompletionsRequest(tuple(lines), False, False, names_of(given))
 
 
-def read_given(data: bytes, model: str) -> Mapping[str, object]:
+def read_given(data: bytes, names: ModelNames) -> Mapping[str, object]:
     try:
         given = read_json(data)
     except ValueError as error:
         raise Refused(bad_request(f"the body cannot be read: {error}", "invalid_json")) from error
     if not isinstance(given, dict):
         raise Refused(bad_request(f"the body is {shown(given)}; it is an object with the fields of a request"))
-    if given.get(MODEL) not in (None, model):
-        raise Refused(unknown_model(given[MODEL], model))
-    return given
+    try:
+        return names.read(given)
+    except UnknownModel as error:
+        raise Refused(unknown_model(str(error))) from error
+    except ValueError as error:
+        raise refusal_of(str(error), given) from error
 
 
-def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options, model: str) -> list[Line]:
+def read_line_body(given: Mapping[str, object], is_chat: bool, defaults: Options, names: ModelNames) -> list[Line]:
     """The requests of a batch's line, which may be what a body may be; a ValueError says what is wrong with it."""
-    if given.get(MODEL) not in (None, model):
-        raise ValueError(unknown_model(given[MODEL], model).message)
-    asked = _asked(given, is_chat, defaults)
+    asked = _asked(names.read(given), is_chat, defaults)
     if asked.is_streamed:
         raise ValueError(f"{STREAM} is True; records come whole; leave it out")
     return list(asked.lines)
 
 
-def read_line_inputs(url: str, given: Mapping[str, object], model: str) -> list[Line]:
+def read_line_inputs(url: str, given: Mapping[str, object], names: ModelNames) -> list[Line]:
     """The same of a line with prompts that are only read."""
-    if given.get(MODEL) not in (None, model):
-        raise ValueError(unknown_model(given[MODEL], model).message)
-    return _inputs(url, given)
+    return _inputs(url, names.read(given))
 
 
 def _inputs(url: str, given: Mapping[str, object]) -> list[Line]:

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from h2o_flexgen.engine.arrivals import Arrivals, Closed
 from h2o_flexgen.engine.job import Request, RequestSize
-from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.threads import starting
 from h2o_flexgen.sampling.completion import Completion
@@ -122,7 +121,7 @@ class Desks:
 
     def size(self, request: Request) -> RequestSize:
         """The size of a request with a prompt that is read. What this model cannot do is refused."""
-        return RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size(request.index or 0, request)
+        return self._llm.row_maker.size(request.index or 0, request)
 
     def ask(self, request: Request) -> Future[Completion]:
         """Puts a request with a prompt that is read at the end of the queue. Its future cannot be cancelled."""

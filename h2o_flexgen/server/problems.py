@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.jobs.openai_answers import Said, error_body
 
@@ -56,9 +56,7 @@ def unknown_host(asked: str) -> ApiProblem:
     return ApiProblem(421, f"{what}; ask localhost, or have a proxy send that as Host", code="unknown_host")
 
 
-def unknown_model(asked: object, known: str) -> ApiProblem:
-    hint = did_you_mean(asked, [known]) if isinstance(asked, str) else ""
-    message = f"the model {shown(asked)} is not here; this server has {shown(known)}{hint}"
+def unknown_model(message: str) -> ApiProblem:
     return ApiProblem(404, message, code="model_not_found", param="model")
 
 

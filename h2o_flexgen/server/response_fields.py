@@ -14,6 +14,7 @@ from h2o_flexgen.core.allowed_values import Choice
 from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.jobs.line_fields import LOGPROBS, MAX_TOKENS, OTHER_MAX_TOKENS, PROMPT_LOGPROBS, Options, read_options
+from h2o_flexgen.jobs.model_names import ModelNames
 from h2o_flexgen.sampling.params import SAMPLING
 from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME, OF_OBJECT, OF_SCHEMA, OF_TEXT
 from h2o_flexgen.server.body_fields import (
@@ -196,9 +197,9 @@ class ResponseRequest(CompletionsRequest):
         return _as_given(message, self.names)
 
 
-def read_response(data: bytes, defaults: Options, model: str) -> ResponseRequest:
-    """Reads a body for the model of this name."""
-    given = read_given(data, model)
+def read_response(data: bytes, defaults: Options, names: ModelNames) -> ResponseRequest:
+    """Reads a body for the model of these names."""
+    given = read_given(data, names)
     try:
         return _asked(given, defaults)
     except ValueError as error:

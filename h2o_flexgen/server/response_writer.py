@@ -193,7 +193,7 @@ class ResponseWriter:
             "object": "response",
             "created_at": self.created,
             "status": status,
-            "model": self.answers.model,
+            "model": self.answers.model_of(self.asked.lines[0]),
             "output": [],
             "error": None,
             "incomplete_details": None,

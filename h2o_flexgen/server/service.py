@@ -61,14 +61,14 @@ class Service:
 
     async def answer(self, request: HttpRequest, is_chat: bool) -> Response:
         usual = self.of_chats if is_chat else self.of_prompts
-        return await self._answer(request, lambda data: read_asked(data, is_chat, usual, self.answers.model))
+        return await self._answer(request, lambda data: read_asked(data, is_chat, usual, self.answers.names))
 
     async def respond(self, request: HttpRequest) -> Response:
-        return await self._answer(request, lambda data: read_response(data, self.of_chats, self.answers.model))
+        return await self._answer(request, lambda data: read_response(data, self.of_chats, self.answers.names))
 
     async def read(self, request: HttpRequest, url: str) -> Response:
         """Answers where prompts are only read."""
-        return await self._answer(request, lambda data: read_asked_inputs(url, data, self.answers.model))
+        return await self._answer(request, lambda data: read_asked_inputs(url, data, self.answers.names))
 
     async def _answer(self, request: HttpRequest, read: Callable[[bytes], CompletionsRequest]) -> Response:
         data = await read_body(request, self.limits)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
-from h2o_flexgen.checkpoints.gguf_format import read_gguf
+from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_gguf
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.environment import cache_folder, folder_of_sockets
@@ -32,12 +32,14 @@ from h2o_flexgen.engine.resources import (
     set_threads,
     weighed_anew,
 )
+from h2o_flexgen.engine.row_adapters import RowAdapters
 from h2o_flexgen.engine.stats import Peaks
 from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts, PrefixFiles
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed, keep_little_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories, own_site
 from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
+from h2o_flexgen.models import tensor_names
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.planning.plan_requirements import PlanSubject
@@ -69,6 +71,7 @@ class LoadedModel:
         self._shared: SharedWeights | None = None
         self._engine: Engine | None = None
         self._prefix_files: PrefixFiles | None = None
+        self.adapters = RowAdapters()  # that rows may ask for
         self.device = open_device(site.device)
         if self.device.accelerator and self.device.graph_bytes is None:
             self.device.graph_bytes = kept_graph_bytes(self.device.torch_device)
@@ -78,6 +81,8 @@ class LoadedModel:
         caches = [cache_folder(kind) for kind in COPIES]
         self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
         self._open()
+        for name, folder in request.model.adapters_by_name.items():
+            self.take_adapter(name, folder)
         self._prefix_folder = PrefixFolder.of(site, self.opened)
         limits = open_limits([self.device, *self.others], site.gpu_mem, site.cpu_mem)
         self.limits = replace(limits, disk=disk_limit(self.offload_folder, self.packing), processes=site.gpus)
@@ -139,6 +144,7 @@ class LoadedModel:
     def site(self) -> Site:
         device, request = self.device, self.request
         own = own_site(device.kind, device.accelerator, request.model.dummy_weights, device.graph_bytes)
+        own = replace(own, adapter_bytes=self.adapters.nbytes)
         return own if request.site.prefix_dir is None else replace(own, writes_prefixes=True)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
@@ -224,6 +230,15 @@ class LoadedModel:
             return None
         return Packing(self.source.folder, self.source.bytes_to_write, self.source.bytes_to_free)
 
+    def take_adapter(self, name: str, folder: str | Path) -> None:
+        """Takes an adapter that rows may ask for by this name. It is loaded with the weights, or before the next block."""
+        if self.opened.folder is not None and is_gguf(self.opened.folder):
+            raise ValueError(
+                f"adapter {shown(name)} is for matrices as safetensors have them, and {self.opened.folder} is a GGUF file; "
+                "give the model's folder of safetensors, or leave the adapter out"
+            )
+        self.adapters.add(name, folder, self.spec, tensor_names(self.opened.config))
+
     # -- its engine ------------------------------------------------------------------------------------------------------
 
     @property
@@ -242,6 +257,7 @@ class LoadedModel:
         self._refuse_closed()
         with self.stages.heard_by(on_stage):
             engine = self._load()
+            engine.load_adapters()
         engine.trim()
         engine.restart_peaks()
         return engine
@@ -267,8 +283,9 @@ class LoadedModel:
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared, self.others)
         try:
             if self._prefix_folder is not None:
-                self._prefix_files = self._prefix_folder.files(self.spec, self.plan, self.site, self.device)
-            return Engine(self.model, source, self.plan, self._memories, self.request.trace, self._prefix_files)
+                self._prefix_files = self._prefix_folder.files(self.spec, self.plan, self.site, self.device, self.adapters)
+            told = self.request.trace, self._prefix_files, self.adapters
+            return Engine(self.model, source, self.plan, self._memories, *told)
         except BaseException:  # the next attempt starts from nothing
             self.source.close()
             self._close_memories()

@@ -62,6 +62,15 @@ class ModelRequest:
         "a LoRA or rsLoRA of PEFT, merged once into the weights that it changes, which are copied into a cache",
     )
 
+    lora_modules: tuple[str, ...] = option(
+        (),
+        Rule(lambda given: given, "a text like NAME=FOLDER, or a list of such"),
+        "NAME=FOLDER",
+        "a LoRA or rsLoRA of PEFT that requests may ask for by this name, beside the model's own weights",
+        flags=("--lora", "--lora-modules"),
+        elsewhere=("enable_lora",),
+    )
+
     def without_weights(self) -> ModelRequest:
         """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
         has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
@@ -70,6 +79,18 @@ class ModelRequest:
     def refuse_missing(self) -> None:
         """Refuses a model that is nowhere on this machine, and no name on the hub, as opening it would but without torch."""
         refuse_missing(self.source, with_weights=not self.dummy_weights)
+
+    @property
+    def adapters_by_name(self) -> dict[str, str]:
+        """The folders of adapters that requests may ask for."""
+        found = dict[str, str]()
+        for given in self.lora_modules:
+            name, _, folder = given.partition("=")
+            if not name or not folder or ":" in name:
+                raise ValueError(f"lora is {shown(given)}; give NAME=FOLDER, with a name without colons")
+            if found.setdefault(name, folder) != folder:
+                raise ValueError(f"lora has {found[name]} and {folder} by the name {name}; give one of them another name")
+        return found
 
     @property
     def folder(self) -> Path:
@@ -259,6 +280,13 @@ def adapters_of(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     """The folders of adapters, each with its weight behind it, of one or of several."""
     each = [given] if given is None or isinstance(given, (str, os.PathLike)) else [*given]
     return tuple(name_of("adapter", one) for one in each if one is not None)
+
+
+def loras_of(given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None) -> tuple[str, ...]:
+    """Adapters of requests as NAME=FOLDER, of a mapping or of such texts."""
+    if isinstance(given, Mapping):
+        return tuple(f"{name}={name_of('lora', folder)}" for name, folder in given.items())
+    return tuple(name_of("lora", one) for one in ([given] if isinstance(given, str) else given or ()))
 
 
 def name_of(what: str, given: object) -> str:

@@ -21,6 +21,7 @@ from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.engine.row_adapters import RowAdapters
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.formats.kernel_sizes import shared
 from h2o_flexgen.memory.device import Device
@@ -71,9 +72,9 @@ class PrefixFolder:
                 f"prefix folder {self.path} has prefixes of {other}, and this model is {name!r}; give another {flag}"
             )
 
-    def files(self, spec: ModelSpec, plan: Plan, site: Site, device: Device) -> PrefixFiles:
-        """The prefixes of the model under this plan, as this device of the site computes them."""
-        return PrefixFiles(self.path, self.limit, self.kind(spec, plan, site, device))
+    def files(self, spec: ModelSpec, plan: Plan, site: Site, device: Device, adapters: RowAdapters) -> PrefixFiles:
+        """The prefixes of the model under this plan, as this device of the site computes them, with and without adapters."""
+        return PrefixFiles(self.path, self.limit, self.kind(spec, plan, site, device), lambda: adapters.identities)
 
     def kind(self, spec: ModelSpec, plan: Plan, site: Site, device: Device) -> str:
         """What the names of these prefixes begin with."""

@@ -188,7 +188,7 @@ def test_no_pass_holds_more_than_is_predicted_while_rows_come_and_go(
             samples[-1][DEVICE] = memories.compute.meter.used_bytes
 
     with case.open(checkpoints, offload) as llm:
-        footprint = llm.planned(Stream(job_of(requests, llm._row_maker), llm._row_maker, False).workload).footprint
+        footprint = llm.planned(Stream(job_of(requests, llm.row_maker), llm.row_maker, False).workload).footprint
         llm.loaded._load()
         passing = peak_allocated(lambda: list(llm.generate_stream(requests, on_visit=sample)), ())
     compute = DEVICE if device == "pretended" else HOST

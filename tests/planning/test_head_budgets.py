@@ -168,7 +168,7 @@ def test_so_does_one_in_which_rows_come_and_go(header: int, any_device: str, che
     ]
     job = [Request(ids, SamplingParams(max_tokens=random.choice([2, 5, 17]), ignore_eos=True)) for ids in prompts]
     with case.open(checkpoints, offload, trace=True) as llm:
-        cost = Cost(llm.planned(Stream(job_of(job, llm._row_maker), llm._row_maker, streamed=False).workload).blocks.first)
+        cost = Cost(llm.planned(Stream(job_of(job, llm.row_maker), llm.row_maker, streamed=False).workload).blocks.first)
         assert len(list(llm.generate_stream(job))) == len(job) and llm.stats is not None
         spans = llm.stats.last_block.trace.spans
     there = {

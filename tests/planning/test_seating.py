@@ -45,7 +45,7 @@ def requests(random: Random, header: int) -> list[Request]:
 
 
 def cost_of(llm: LLM, job: list[Request]) -> Cost:
-    stream = Stream(job_of(job, llm._row_maker), llm._row_maker, streamed=False)
+    stream = Stream(job_of(job, llm.row_maker), llm.row_maker, streamed=False)
     return Cost(llm.planned(stream.workload).blocks.first)
 
 

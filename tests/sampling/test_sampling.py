@@ -310,6 +310,7 @@ BAD: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("include_stop_str_in_output", (0, None)),
     ("skip_special_tokens", (1, "yes", None)),
     ("structured_outputs", (5, "a", ["a"], b"a")),
+    ("lora_name", (5, "", ["a"], True)),
     ("response_format", (5, "text", ["a"], True)),
 )
 

@@ -17,7 +17,6 @@ from openai import AsyncOpenAI, OpenAI
 from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.cli.serve_work import facts_of, usual_options
 from h2o_flexgen.engine.reports import Tick
-from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
@@ -137,13 +136,14 @@ def served(
     arrivals = llm.arrivals(*room)
     desk = Desk(llm, arrivals, Terms(0.0, most_waiting, seed), counts, broken)
     facts = facts_of(MODEL, PlanReport.of(llm.loaded, arrivals.planned))
-    maker, style = RowMaker(llm.spec, llm.plan, llm.tokenizer), choose_style("auto", llm.tokenizer, template=template)
+    maker, style = llm.row_maker, choose_style("auto", llm.tokenizer, template=template)
     reading = LineReading(llm.tokenizer, style, maker.size, longest=arrivals.longest_prompt)
     usual = usual_options(room[1])
     computing = threading.Thread(target=lambda: run(desk), name="computing")
     with ExitStack() as stack:
         readers, opened = stack.enter_context(ThreadPoolExecutor(1)), stack.enter_context(bound(HERE))
-        service, batches = Service(desk, reading, Answers(MODEL, style, llm.spec.labels), *usual, limits, readers, 17), None
+        answers = Answers(MODEL, style, llm.spec.labels, llm.loaded.adapters.names)
+        service, batches = Service(desk, reading, answers, *usual, limits, readers, 17), None
         if data is not None:
             folder = stack.enter_context(data_folder(data, "--data-dir"))
             work = BatchWork(folder, service, lambda: ({**settings}, {}), told.append, seconds_of_rest)

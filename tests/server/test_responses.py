@@ -13,6 +13,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from pydantic import BaseModel, TypeAdapter
 
 from h2o_flexgen.jobs.line_fields import Options
+from h2o_flexgen.jobs.model_names import ModelNames
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion
@@ -193,7 +194,7 @@ ITEMS = [["message", "function_call", "function_call"], ["reasoning", "message"]
 def writer(demo: LLM, template: str) -> ResponseWriter:
     answers = Answers(MODEL, Template(demo.tokenizer, template=template))
     asked = read_response(
-        json.dumps({"input": "?", "tools": [{**GO, "strict": False}]}).encode(), Options(SamplingParams()), MODEL
+        json.dumps({"input": "?", "tools": [{**GO, "strict": False}]}).encode(), Options(SamplingParams()), ModelNames(MODEL)
     )
     return ResponseWriter(answers, "name", 17, asked, Prompt("?", (1,)))
 
@@ -327,5 +328,5 @@ def test_each_official_field_is_known_or_refused() -> None:
     for name in {*get_type_hints(ResponseCreateParamsBase), "stream"} - {"metadata", "model"}:
         body = {"input": "Hi", name: {"no": "such value"}}
         with pytest.raises(Refused) as refused:
-            read_response(json.dumps(body).encode(), Options(SamplingParams()), MODEL)
+            read_response(json.dumps(body).encode(), Options(SamplingParams()), ModelNames(MODEL))
         assert name in refused.value.problem.message and refused.value.problem.status == 400

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from h2o_flexgen.jobs.line_fields import Options
+from h2o_flexgen.jobs.model_names import ModelNames
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import AnswerMessage, Completion
@@ -270,7 +271,7 @@ TEXTS = [
 def test_a_stream_says_what_the_whole_answer_says(template: str, text: str, reason: str, size: int, demo: LLM) -> None:
     answers = Answers(MODEL, Template(demo.tokenizer, template=template))
     body = {"messages": ASK, "tools": [NOW, WEATHER]}
-    asked = read_asked(json.dumps(body).encode(), True, Options(SamplingParams()), MODEL)
+    asked = read_asked(json.dumps(body).encode(), True, Options(SamplingParams()), ModelNames(MODEL))
     whole = Completion(0, "?", (1,), text, (2,), None, reason)
     (choice,) = answers.body("name", 17, [(asked.lines[0], whole)])["choices"]  # type: ignore[misc]
     chunks, deltas = AnswerChunks(answers, "name", 17, asked, [""], [Prompt("?", (1,))]), []

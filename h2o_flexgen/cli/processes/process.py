@@ -20,7 +20,6 @@ from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
 from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
-from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.jobs.file_job import Apart, LineReading
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import SharedWeights
@@ -80,7 +79,7 @@ class RequestsPart:
     seed: int
 
     def run(self, llm: LLM, link: ProcessLink) -> None:
-        maker, style = RowMaker(llm.spec, llm.plan, llm.tokenizer), choose_style(self.style, llm.tokenizer)
+        maker, style = llm.row_maker, choose_style(self.style, llm.tokenizer)
         reading = LineReading(llm.tokenizer, style, maker.size, longest=maker.longest_prompt)
         left = self.requests.read_with(reading)
         heard: dict[str, Any] = {"on_stage": link.stage, "on_shrink": partial(_note, link)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from h2o_flexgen.checkpoints.derived import is_lost
 from h2o_flexgen.checkpoints.stale_files import remove_partial_files, written_beside
 from h2o_flexgen.core.buffer_layout import CHUNK_BYTES
 from h2o_flexgen.core.hints import reason
-from h2o_flexgen.core.prefix_groups import TOKEN
+from h2o_flexgen.core.prefix_groups import TOKEN, adapter_of, text_under
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.stores.stored_prefix import (
     BrokenPrefix,
@@ -65,12 +65,14 @@ class PrefixFileCounts:
 
 
 class PrefixFiles:
-    def __init__(self, folder: Path, limit: int, kind: str) -> None:
-        """`limit`: bytes of all files. `kind`: a hash of all that the bytes of a prefix depend on beside its tokens."""
-        self._folder, self._limit, self._kind = folder, limit, kind
+    def __init__(self, folder: Path, limit: int, kind: str, adapters: Callable[[], Sequence[str]] = tuple) -> None:
+        """`limit`: bytes of all files. `kind`: a hash of all that the bytes of a prefix depend on beside its tokens and its
+        adapter. `adapters`: what identifies each adapter that rows may have, by number less one."""
+        self._folder, self._limit, self._kind, self._adapters = folder, limit, kind, adapters
+        self._kinds: list[str] = []  # with each adapter, by its number
         self._known: dict[str, StoredPrefix] = {}  # of this kind, by the names of their files
         self._there: dict[str, int] = {}  # which file had a name: another with the same name may have more parts
-        self._looked_at: int | None = None  # when the folder had last changed
+        self._looked_at: tuple[int, int] | None = None  # when the folder had last changed, and how many kinds there were
         self._counting = Lock()
         self.counts = PrefixFileCounts()
         remove_partial_files(folder)
@@ -96,17 +98,27 @@ class PrefixFiles:
         return self._known.get(self._place(text).name)
 
     def _place(self, text: bytes) -> Path:
-        return self._folder / f"{self._kind}-{blake2b(text, digest_size=DIGEST_BYTES).hexdigest()}{SUFFIX}"
+        kind, plain = self._all_kinds()[adapter_of(text)], text_under(0, text)
+        return self._folder / f"{kind}-{blake2b(plain, digest_size=DIGEST_BYTES).hexdigest()}{SUFFIX}"
+
+    def _all_kinds(self) -> Sequence[str]:
+        """The kinds of prefixes without an adapter, and with each of them. Numbers of adapters are those of this process."""
+        known = self._adapters()
+        for identity in known[max(0, len(self._kinds) - 1) :] if self._kinds else ("", *known):
+            own = blake2b(f"{self._kind} {identity}".encode(), digest_size=len(self._kind) // 2 or 1).hexdigest()
+            self._kinds.append(own if identity else self._kind)
+        return self._kinds
 
     def _look(self) -> None:
         """Reads the heads of files that have come, and forgets those that have gone."""
         with suppress(OSError):
-            changed = self._folder.stat().st_mtime_ns
+            kinds = tuple(f"{kind}-" for kind in self._all_kinds())
+            changed = self._folder.stat().st_mtime_ns, len(kinds)
             if changed == self._looked_at:
                 return
             with os.scandir(self._folder) as files:
                 numbers = {one.name: one.inode() for one in files}
-            there = {name: one for name, one in numbers.items() if name.startswith(self._kind) and name.endswith(SUFFIX)}
+            there = {name: one for name, one in numbers.items() if name.startswith(kinds) and name.endswith(SUFFIX)}
             come = {name for name, number in there.items() if self._there.get(name) != number}
             stays = there.keys() - come
             self._known = {name: one for name, one in self._known.items() if name in stays}
@@ -132,7 +144,7 @@ class PrefixFiles:
     def _head(self, file: Path) -> StoredPrefix | None:
         try:
             with file.open("rb") as opened:
-                found = read_head(opened, file)
+                found = self._under_its_adapter(read_head(opened, file))
             if self._place(found.text) != file:
                 raise BrokenPrefix("it has another name than its tokens")
         except FileNotFoundError:
@@ -142,6 +154,12 @@ class PrefixFiles:
             self._discard(file, error)
             return None
         return found
+
+    def _under_its_adapter(self, read: StoredPrefix) -> StoredPrefix:
+        """A prefix with its tokens as they are compared: files have them as the model has them."""
+        kind, _, _ = read.file.name.partition("-")
+        kinds = self._all_kinds()
+        return replace(read, text=text_under(kinds.index(kind), read.text)) if kind in kinds else read
 
     def _discard(self, file: Path, error: Exception) -> None:
         """Removes a damaged file. What says nothing about its bytes, as too few descriptors, leaves it there."""
@@ -160,7 +178,7 @@ class PrefixFiles:
         nothing. `scratch`: for memory that no file is read into."""
         try:
             with stored.file.open("rb", buffering=0) as opened:
-                now = read_head(opened, stored.file)  # another process may have written it again, with more parts
+                now = self._under_its_adapter(read_head(opened, stored.file))  # others may have written it again
                 if now.text != stored.text:
                     raise BrokenPrefix("it has other tokens")
                 if not wanted.keys() <= now.parts.keys():
@@ -192,7 +210,8 @@ class PrefixFiles:
             self._unwritten.popleft().result()
 
     def _write(self, text: bytes, parts: Sequence[PartInMemory]) -> None:
-        file, nbytes = self._place(text), stored_bytes(text, parts)
+        file, text = self._place(text), text_under(0, text)
+        nbytes = stored_bytes(text, parts)
         try:
             if self._is_there(file, parts):
                 os.utime(file)

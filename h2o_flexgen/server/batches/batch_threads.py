@@ -132,8 +132,8 @@ class BatchWork:
         """A context with the batch's input: its lines can be read again there."""
         service = self._service
         defaults = service.of_chats if batch.endpoint == CHAT else service.of_prompts
-        bodies = partial(read_line_body, model=service.answers.model)
-        inputs = partial(read_line_inputs, model=service.answers.model)
+        bodies = partial(read_line_body, names=service.answers.names)
+        inputs = partial(read_line_inputs, names=service.answers.names)
         reader = LineReader(True, defaults, batch.endpoint, bodies, service.limits.body_bytes, inputs)
         file = InputFile(self.files.lines(batch.input_file_id), self.files.one(batch.input_file_id).filename)
         with closing(Index(file, reader)) as index:

@@ -1,0 +1,125 @@
+"""Adapters of rows: LoRA that single rows have beside the weights of the model. The rows beside them have others, or none.
+
+They are known by names to those that ask, and by numbers to rows: 0 is none. A list of them only grows, so a number stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+from h2o_flexgen.checkpoints.adapters import Adapter, LowRank
+from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
+from h2o_flexgen.core.buffer_layout import aligned, region_bytes
+from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.prefix_groups import MOST_ADAPTERS, OWN_TOKENS
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
+from h2o_flexgen.kernels.adapted_matrix import AT_ONCE
+
+COPIES = 4  # of rows and of what is made of them, in fp32: what goes in, what is there, what is added, and both together
+EXPERTS = ".experts."
+MERGE = "merge it: --adapter FOLDER"
+
+
+@dataclass(frozen=True)
+class RowAdapter:
+    """An adapter under the name by which it is asked for."""
+
+    name: str
+    adapter: Adapter
+    changes: Mapping[str, LowRank]  # by the names of the model's tensors
+    working_bytes: int  # that are held while what it adds is made
+
+    @classmethod
+    def of(cls, name: str, folder: Path, spec: ModelSpec, names: TensorNames) -> RowAdapter:
+        """Reads a folder. What is no adapter of this model is refused, and what can only be merged."""
+        adapter = Adapter.in_folder(folder)
+        known = {bare_name(names.usual(tensor)): tensor for tensor in spec.tensors}
+        able, changes = _able(spec), dict[str, LowRank]()
+        for module, part in adapter.parts().items():
+            usual = names.usual(f"{module}.weight")
+            tensor = known.get(bare_name(usual))
+            if tensor is None and usual.endswith((*names.of_heads,)):
+                raise adapter.refused(f"changes {module}, which is computed in parts", MERGE)
+            if tensor is None:
+                raise adapter.refused(f"changes {module}, and {spec.name} has no such matrix: it is of another model")
+            if tensor not in able:
+                raise adapter.refused(f"changes {module}, and a request's adapter changes no tables, heads and experts", MERGE)
+            shape, found = spec.tensors[tensor].shape, (part.b.shape[0], part.a.shape[1])
+            if shape != found:
+                raise adapter.refused(f"is of another model: {tensor} has the shape {shape}, and what is to be added {found}")
+            changes[tensor] = part
+        widest = max((sum(spec.tensors[tensor].shape) for tensor in changes), default=0)
+        return cls(name, adapter, changes, AT_ONCE * FLOAT_BYTES * COPIES * widest)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of its matrices where they rest, in fp32."""
+        each = (half for part in self.changes.values() for half in (part.a, part.b))
+        return region_bytes(sum(aligned(FLOAT_BYTES * prod(half.shape)) for half in each))
+
+
+def _able(spec: ModelSpec) -> frozenset[str]:
+    """The matrices that may have adapters beside them: those of linear layers of blocks, which all tokens pass."""
+    found = set[str]()
+    for layer in spec.layers:
+        shares, tensors = dict(layer.products), dict(layer.tensors)
+        whole = (own for own, share in shares.items() if share == 1 and EXPERTS not in f".{own}")
+        found |= {tensors[own].name for own in whole if layer.block is not None and not tensors[own].is_never_packed}
+    return frozenset(found)
+
+
+class RowAdapters:
+    """All that rows of a model may have."""
+
+    def __init__(self) -> None:
+        self._each: list[RowAdapter] = []
+
+    def __iter__(self) -> Iterator[RowAdapter]:
+        return iter(self._each)
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self._each)
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        """What identifies each of them, by number less one."""
+        return tuple(one.adapter.identity for one in self._each)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they hold: their matrices, and what is held while one of them is multiplied with."""
+        return sum(one.nbytes for one in self._each) + max((one.working_bytes for one in self._each), default=0)
+
+    def number(self, name: str | None) -> int:
+        """The number of the adapter with this name; 0 for none."""
+        if name is None:
+            return 0
+        if name not in self.names:
+            known = f"known are {', '.join(self.names)}" if self._each else "there are none; give some: --lora NAME=FOLDER"
+            raise ValueError(
+                f"lora_name is {shown(name)}, which is no adapter here{did_you_mean(name, self.names) or f'; {known}'}"
+            )
+        return self.names.index(name) + 1
+
+    def add(self, name: str, folder: str | Path, spec: ModelSpec, names: TensorNames) -> None:
+        """Takes one more. The same folder under a known name is no new one."""
+        place = Path(folder).expanduser()
+        known = next((one for one in self._each if one.name == name), None)
+        if known is not None:
+            if known.adapter.folder != place:
+                raise ValueError(f"adapter {shown(name)} is {known.adapter.folder}, not {place}; give another name")
+            return
+        if len(self._each) == MOST_ADAPTERS:
+            raise ValueError(f"adapter {shown(name)} is one too many; {MOST_ADAPTERS} can be held")
+        if spec.vocab > OWN_TOKENS:
+            raise ValueError(f"{spec.name} has {spec.vocab} tokens, and adapters of requests need {OWN_TOKENS} at most")
+        self._each.append(RowAdapter.of(name, place, spec, names))

@@ -1,0 +1,70 @@
+"""AdaptedMatrix: a matrix that some of the rows meet with an adapter of their own, which adds B (A x) * factor to their
+products. The other rows have the bits that they have without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.operations import steady_product
+
+AT_ONCE = 256  # rows of an adapter: what they add is held beside what they are added to
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankMatrices:
+    """The thin matrices of an adapter for one matrix, in fp32."""
+
+    a: Tensor  # (rank, inputs)
+    b: Tensor  # (outputs, rank)
+    factor: float
+
+    def of(self, x: Tensor) -> Tensor:
+        """What it adds to the products of rows (rows, inputs): (rows, outputs), in fp32. With kernels in C it does not depend
+        on the rows beside a row."""
+        between = steady_product(Factor(x.float()), self.a, None)
+        return steady_product(Factor(between), self.b, None).mul_(self.factor)
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedRows:
+    """The adapter of each row, by its number; 0: none. A row may have several tokens."""
+
+    numbers: tuple[int, ...]
+    device: torch.device
+    _known: dict[tuple[int, int], Sequence[Tensor]] = field(default_factory=dict)
+
+    def places(self, number: int, tokens: int) -> Sequence[Tensor]:
+        """The places of the tokens that have an adapter among those of all rows, some at a time. `tokens`: of each row."""
+        key = number, tokens
+        if key not in self._known:
+            rows = torch.tensor([row for row, own in enumerate(self.numbers) if own == number])
+            every = (rows[:, None] * tokens + torch.arange(tokens)).flatten().to(self.device)
+            self._known[key] = every.split(AT_ONCE)
+        return self._known[key]
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedMatrix:
+    matrix: Any  # of the model
+    rows: AdaptedRows
+    by_number: Mapping[int, LowRankMatrices]  # of the adapters that rows have and that change it
+
+    def added(self, x: Factor, out: Tensor) -> Tensor:
+        """The products `out` of the matrix with rows x, and what the adapters of rows add to them."""
+        given, made = x.values.reshape(x.rows, -1), out.flatten(0, -2)
+        assert x.rows % len(self.rows.numbers) == 0, "each row has as many tokens"
+        for number, own in self.by_number.items():
+            for places in self.rows.places(number, x.rows // len(self.rows.numbers)):
+                made[places] = (made[places].float() + own.of(given[places])).to(out.dtype)
+        return made.view(out.shape)
+
+
+def bare(matrix: Any) -> Any:
+    """The matrix of the model itself."""
+    return matrix.matrix if isinstance(matrix, AdaptedMatrix) else matrix

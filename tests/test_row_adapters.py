@@ -1,0 +1,394 @@
+"""Rows with adapters of their own stand in one block, and each says what it says where all rows have its adapter, or none has
+one: that is what PEFT makes of it, and what the model says with the adapter in its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from h2o_flexgen.checkpoints.adapters import WEIGHTS
+from h2o_flexgen.cli.slow import unrecorded_reason
+from h2o_flexgen.core.prefix_groups import OWN_TOKENS, adapter_of, bytes_of, text_under, under
+from h2o_flexgen.core.site import HOST
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.row_maker import workload_of
+from h2o_flexgen.engine.stores.prefix_files import SUFFIX
+from h2o_flexgen.evaluation.answer_settings import model_settings
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.sampling.completion import Completion
+from h2o_flexgen.sampling.lora_request import LoRARequest
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.prompts import Prompt
+from tests.checkpoints.test_adapters import RANK, changed, matrices_of, save_adapter, values_in, with_tensors
+from tests.helpers.contract import Checkpoints
+from tests.helpers.refusals import one_line
+from tests.test_arriving_prefixes import drawn
+from tests.test_drafts import always, guessing
+from tests.test_tokens_ahead import one_by_one
+from tests.test_tokens_ahead import streamed as held_streamed
+
+IN_MEMORY, ON_DISK = (0, 0, 0, 100, 100, 0), (0, 0, 0, 0, 0, 0)
+STEPS = 4
+FOUR = SamplingParams(max_tokens=STEPS)
+PROMPT = [5, 9, 2, 7, 4, 11]
+NAMES = ("one", "two", "three", None)  # of the adapters of rows in a block
+Found = tuple[list[tuple[int, ...]], dict[tuple[int, int], Tensor]]
+
+
+def not_of_experts(name: str) -> bool:
+    """Nor of their router, nor computed in parts."""
+    return ".experts." not in name and not name.endswith((".gate.weight", "_gate.weight", ".kv_b_proj.weight"))
+
+
+def shapes_of(base: Path, is_turned: bool = False) -> dict[str, tuple[int, int]]:
+    """The linear layers of blocks, each with its outputs and inputs."""
+    values = values_in(base)
+    inside = [name for name in matrices_of(values) if ".layers." in name or ".h." in name]
+    return {name: tuple(values[name].shape)[:: -1 if is_turned else 1] for name in inside if not_of_experts(name)}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model and its adapters, by name: one of all matrices, one of every other, and one of the rest with another rank."""
+
+    base: Path
+    adapters: dict[str, Path]
+    offload: Path
+
+    @classmethod
+    def of(cls, base: Path, folder: Path, offload: Path, is_turned: bool = False) -> Adapted:
+        shapes = [*shapes_of(base, is_turned).items()]
+        how = {"fan_in_fan_out": is_turned}
+        made = {
+            "one": save_adapter(folder / "one", dict(shapes), 1, **how),
+            "two": save_adapter(folder / "two", dict(shapes[::2]), 2, use_rslora=True, **how),
+            "three": save_adapter(folder / "three", dict(shapes[1::2]), 3, r=5, **how),
+        }
+        return cls(base, made, offload)
+
+    def open(self, lora: bool = True, **options: Any) -> LLM:
+        options = {"dtype": "float32", "percent": IN_MEMORY, "device": "cpu", **options}
+        own = {"lora": self.adapters} if lora else {}
+        return LLM(self.base, tokenizer="bytes", offload_dir=self.offload, **own, **options)
+
+    def said(self, names: Sequence[str | None], prompts: Sequence[Sequence[int]] = (), **options: Any) -> Found:
+        """The tokens of rows with these adapters, and their logits by row and step."""
+        logits: dict[tuple[int, int], Tensor] = {}
+        prompts = prompts or [PROMPT] * len(names)
+        params = [SamplingParams(max_tokens=STEPS, lora_name=name) for name in names]
+        with self.open(any(names), **options) as llm:
+            made = llm.generate(prompts, params, on_logits=lambda row, step, own: logits.update({(row, step): own.clone()}))
+        return [one.token_ids for one in made], logits
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    folder = tmp_path_factory.mktemp("adapters")
+    return Adapted.of(checkpoints.folder("llama-gqa"), folder, folder / "offload")
+
+
+def assert_rows_are_those_of_blocks_of_their_own(adapted: Adapted, mixed: Found, by: float = 0, **options: Any) -> None:
+    """Bit by bit, as the block has as many rows; but experts meet as many rows as choose them."""
+    for row, name in enumerate(NAMES):
+        alone = adapted.said([name] * len(NAMES), **options)
+        assert alone[0][row] == mixed[0][row], name
+        for step in range(STEPS):
+            assert torch.allclose(alone[1][row, step], mixed[1][row, step], rtol=0, atol=by), (name, step)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "phi3", "deepseek-v3", "ernie-moe", "qwen3-next"])
+def test_rows_say_what_they_say_where_all_have_their_adapter_and_what_merged_models_say(
+    kind: str, checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    adapted = Adapted.of(checkpoints.folder(kind), tmp_path, offload, is_turned=kind == "gpt2")
+    mixed = adapted.said(NAMES)
+    has_experts = kind not in ("llama-gqa", "gpt2", "phi3")
+    assert_rows_are_those_of_blocks_of_their_own(adapted, mixed, 1e-5 if has_experts else 0)
+    plain = adapted.said([None] * len(NAMES))
+    for row, name in enumerate(NAMES[:3]):
+        assert name is not None
+        merged = adapted.said([None] * len(NAMES), adapter=adapted.adapters[name])
+        assert merged[0][row] == mixed[0][row]
+        for step in range(STEPS):
+            assert torch.allclose(merged[1][row, step], mixed[1][row, step], atol=1e-4), (name, step)
+        assert not torch.allclose(plain[1][row, 0], mixed[1][row, 0], atol=1e-2), "it adds something"
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "on disk": {"percent": ON_DISK},
+    "4 bits": {"weight_codec": "group4"},
+    "int8": {"weight_codec": "group8", "compute": "int8"},
+    "4 bits on disk, evicting": {"weight_codec": "group4", "percent": ON_DISK, "kv_policy": "h2o", "heavy": 4, "recent": 4},
+    "16 bits": {"dtype": "bfloat16"},
+    "batches": {"gpu_batch_size": 2, "num_gpu_batches": 2},
+    "pieces": {"prefill_tokens": 4},
+    "a device with memory of its own": {"device": "pretended", "percent": (30, 30, 20, 50, 40, 30)},
+    "attended on the host": {"device": "pretended", "percent": (0, 50, 0, 100, 100, 0), "attend_on": "host"},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_under_every_plan_rows_are_those_of_blocks_of_their_own(plan: str, llama: Adapted, pretended: None) -> None:
+    mixed = llama.said(NAMES, **PLANS[plan])
+    assert_rows_are_those_of_blocks_of_their_own(llama, mixed, **PLANS[plan])
+    assert len({*mixed[0]}) > 2, "adapters make a difference"
+
+
+def test_beside_quantised_matrices_they_add_to_what_these_make(checkpoints: Checkpoints, offload: Path, tmp_path: Path) -> None:
+    """Merging decodes them first, so that both agree up to the roundings of sums."""
+    base, opened = checkpoints.folder("llama-gqa", "awq"), checkpoints.opened("llama-gqa", "awq", "float32")
+    shapes = {name: one.shape for name, one in opened.model(Plan()).spec.tensors.items() if "layers.1" in name}
+    adapter = save_adapter(tmp_path / "one", {name: (own[0], own[1]) for name, own in shapes.items() if len(own) == 2})
+    adapted = Adapted(base, {"one": adapter}, offload)
+    beside, merged = adapted.said(["one", None]), adapted.said([None] * 2, adapter=adapter)
+    assert beside[0][0] == merged[0][0]
+    assert all(torch.allclose(beside[1][0, step], merged[1][0, step], atol=1e-3) for step in range(STEPS))
+
+
+# -- PEFT ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_what_peft_has_saved_is_what_peft_makes_of_it_beside_weights_and_merged(
+    use_rslora: bool, checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = checkpoints.folder("llama-gqa")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, use_rslora=use_rslora, init_lora_weights=False)
+    torch.manual_seed(5)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).eval()
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        wanted = model(torch.tensor([PROMPT])).logits[0, -1]
+    adapted = Adapted(base, {"saved": tmp_path / "saved"}, offload)
+    beside = adapted.said(["saved", None])[1][0, 0]
+    merged = adapted.said([None, None], adapter=tmp_path / "saved")[1][0, 0]
+    plain = adapted.said([None, None])[1][0, 0]
+    assert torch.allclose(beside, wanted, atol=1e-4) and torch.allclose(merged, wanted, atol=1e-4)
+    assert not torch.allclose(plain, wanted, atol=1e-1)
+
+
+# -- rows that come and go, and what they share ----------------------------------------------------------------------------
+
+HEAD, KEPT = drawn(40, 1), 32  # of a beginning as many are kept as whole pieces have
+
+
+def streamed(llm: LLM, prompts: Sequence[Sequence[int]], names: Sequence[str | None], **heard: Any) -> list[Completion]:
+    params = [SamplingParams(max_tokens=2 + place % 4, lora_name=name) for place, name in enumerate(names)]
+    requests = [Request(prompt, own) for prompt, own in zip(prompts, params)]
+    return sorted(llm.generate_stream(requests, **heard), key=lambda one: one.index)
+
+
+@pytest.mark.parametrize("percent", [IN_MEMORY, ON_DISK])
+def test_running_rows_with_adapters_join_and_leave(percent: tuple[int, ...], llama: Adapted) -> None:
+    names = [NAMES[place % 4] for place in range(9)]
+    prompts = [drawn(3 + place % 5, place) for place in range(9)]
+    with llama.open(percent=percent, gpu_batch_size=2, num_gpu_batches=2) as llm:
+        together = [one.token_ids for one in streamed(llm, prompts, names)]
+        alone = [
+            llm.generate([prompt], SamplingParams(max_tokens=2 + place % 4, lora_name=name))[0].token_ids
+            for place, (prompt, name) in enumerate(zip(prompts, names))
+        ]
+    assert together == alone
+
+
+def test_tokens_that_are_taken_ahead_have_the_adapters_of_their_rows(llama: Adapted) -> None:
+    """A row then stands several times in a pass, once for each token."""
+    pytest.importorskip("llguidance", reason="needs the extra [grammar]")
+    held = SamplingParams(max_tokens=14, structured_outputs={"regex": "(ABCDEFG[0-9]{2}XYZ)*"})
+    requests = [Request([*PROMPT, place], replace(held, lora_name=NAMES[place % 4])) for place in range(6)]
+    with llama.open(percent=(0, 0, 100, 0, 100, 0), gpu_batch_size=3) as llm:
+        found, passes = held_streamed(llm, requests)
+        with one_by_one():
+            wanted, more_passes = held_streamed(llm, requests)
+        alone = [llm.generate([one.prompt], one.params)[0].token_ids for one in requests]
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted] == alone
+    assert passes < 0.8 * more_passes and len({*alone}) > 2, "tokens were taken ahead, and adapters make a difference"
+
+
+def test_guessed_tokens_are_checked_with_the_adapters_of_their_rows(llama: Adapted) -> None:
+    prompts = [[*PROMPT, place] for place in range(6)]
+    params = [SamplingParams(max_tokens=12, lora_name=NAMES[place % 4]) for place in range(6)]
+    plan: dict[str, Any] = {"percent": (0, 0, 100, 0, 100, 0), "gpu_batch_size": 3}
+    with llama.open(**plan) as llm:
+        wanted = [one.token_ids for one in llm.generate(prompts, params)]
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, wanted)]
+    with always(), guessing(texts, 3), llama.open(**plan, draft="ngram") as llm:
+        found = [one.token_ids for one in llm.generate(prompts, params)]
+        assert llm.stats is not None and llm.stats.drafted.accepted > 10
+        running = sorted(llm.generate_stream(map(Request, prompts, params)), key=lambda one: one.index)
+    assert found == [one.token_ids for one in running] == wanted
+    assert len({*wanted}) > 2, "adapters make a difference"
+
+
+def test_a_job_shares_prefixes_under_one_adapter_alone(llama: Adapted) -> None:
+    names = [NAMES[place % 4] for place in range(8)]
+    prompts, spared = [[*HEAD, place, place + 1] for place in range(8)], list[int]()
+    with llama.open(gpu_batch_size=8) as llm:
+        shared = streamed(llm, prompts, names, on_tick=lambda tick: spared.append(tick.spared_tokens))
+    with llama.open(gpu_batch_size=8, shared_prefixes=False) as llm:
+        apart = streamed(llm, prompts, names)
+    assert [one.token_ids for one in shared] == [one.token_ids for one in apart]
+    assert spared[-1] == len(NAMES) * len(HEAD), "each is computed once for two rows"
+    assert len({one.token_ids[:2] for one in apart}) > 2, "adapters make a difference"
+
+
+def arrived(llm: LLM, names: Sequence[str | None], room: int | None = 400) -> list[Completion]:
+    """One row after the other, so that each finds what those before it have left."""
+    arrivals, found = llm.arrivals(60, 4, prefix_room=room), list[Completion]()
+    for place, name in enumerate(names):
+        prompt = Prompt(None, (*HEAD, place, place + 1))
+        arrivals.offer(Request(prompt, SamplingParams(max_tokens=4, lora_name=name)))
+        found += [one.completion for one in llm.generate_arriving(arrivals)]
+    return found
+
+
+EACH_THRICE = [name for name in ("one", "two", None) for _ in range(3)]
+
+
+def test_requests_that_arrive_share_prefixes_under_one_adapter_alone(llama: Adapted) -> None:
+    with llama.open() as llm:
+        found = arrived(llm, EACH_THRICE)
+    assert [one.cached_tokens for one in found] == [0, 0, KEPT] * 3
+    with llama.open(shared_prefixes=False) as llm:
+        assert [one.token_ids for one in arrived(llm, EACH_THRICE, None)] == [one.token_ids for one in found]
+
+
+def test_prefixes_that_last_are_found_under_the_same_adapter_whatever_its_number(llama: Adapted, tmp_path: Path) -> None:
+    folder = tmp_path / "prefixes"
+    with llama.open(prefix_dir=folder) as llm:
+        first = arrived(llm, EACH_THRICE)
+    assert len([*folder.glob(f"*{SUFFIX}")]) == 3
+    turned = Adapted(llama.base, {name: llama.adapters[name] for name in ("three", "two", "one")}, llama.offload)
+    with turned.open(prefix_dir=folder) as llm:
+        again = arrived(llm, EACH_THRICE)
+    assert [one.cached_tokens for one in again] == [KEPT] * 9
+    assert [one.token_ids for one in again] == [one.token_ids for one in first]
+    other = Adapted(llama.base, {"one": llama.adapters["three"]}, llama.offload)
+    with other.open(prefix_dir=folder) as llm:
+        found = arrived(llm, ["one", None])
+    assert [one.cached_tokens for one in found] == [0, KEPT], "the name says nothing"
+    assert len([*folder.glob(f"*{SUFFIX}")]) == 3, "none was taken for a damaged one"
+
+
+def test_tokens_under_adapters_are_told_apart_and_found_again() -> None:
+    for adapter in (0, 1, 1000):
+        text = bytes_of(under(adapter, [7, OWN_TOKENS - 1]))
+        assert adapter_of(text) == adapter and text_under(0, text) == bytes_of([7, OWN_TOKENS - 1])
+        assert text_under(3, text) == bytes_of(under(3, [7, OWN_TOKENS - 1]))
+
+
+# -- what is counted, said and refused -------------------------------------------------------------------------------------
+
+
+def test_they_are_counted_and_what_they_need_is_refused_where_it_is_not_there(llama: Adapted) -> None:
+    def planned_of(llm: LLM) -> WorkloadPlan:
+        return llm.planned(workload_of(llm.row_maker.rows([Prompt(None, tuple(PROMPT))], FOUR)))
+
+    with llama.open() as llm, llama.open(lora=False) as bare:
+        planned, plain = planned_of(llm), planned_of(bare)
+        counted = planned.footprint.parts[HOST]["adapters"]
+        halves = sum(one.numel() * 4 for folder in llama.adapters.values() for one in load_file(folder / WEIGHTS).values())
+        assert halves < counted == planned.footprint.total(HOST) - plain.footprint.total(HOST)
+        limits = llm.loaded.limits
+        between = sum(limits.needs(one.footprint, HOST) for one in (planned, plain)) // 2
+        llm.loaded.limits = replace(limits, host=between)
+        assert "adapters" in one_line(lambda: llm.generate([PROMPT], FOUR))
+
+
+def test_answers_depend_on_the_adapters_that_there_are(llama: Adapted) -> None:
+    settings = []
+    for names in ((), ("one",), ("one", "two")):
+        adapted = Adapted(llama.base, {name: llama.adapters[name] for name in names}, llama.offload)
+        with adapted.open() as llm:
+            settings.append(model_settings(llm)[0])
+    assert len({str(one) for one in settings}) == 3
+    with Adapted(llama.base, {"one": llama.adapters["two"]}, llama.offload).open() as llm:
+        assert model_settings(llm)[0] != settings[1], "another one by the same name"
+
+
+def test_recorded_steps_go_on_without_those_who_have_adapters(llama: Adapted) -> None:
+    with llama.open() as llm:
+        llm.generate([PROMPT] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
+        assert llm.stats is not None and not llm.stats.unrecorded
+        replayed = llm.stats.replayed
+        llm.generate([PROMPT] * 2, SamplingParams(max_tokens=8, lora_name="one", ignore_eos=True))
+        assert replayed > 0 == llm.stats.replayed
+        assert {*llm.stats.unrecorded.values()} == {"rows have adapters"}
+        (line,) = unrecorded_reason(llm.stats.unrecorded)
+        assert "rows have adapters" in line and "report" not in line
+
+
+def test_python_asks_as_with_vllm(llama: Adapted) -> None:
+    asked = LoRARequest("one", 1, str(llama.adapters["one"]))
+    with llama.open(lora=False) as llm:
+        by_request = llm.generate([PROMPT] * 2, FOUR, lora_request=[asked, None])
+        by_name = llm.generate([PROMPT] * 2, [replace(FOUR, lora_name="one"), FOUR])
+        for_all = llm.generate([PROMPT] * 2, FOUR, lora_request=asked)
+        chat = llm.chat([{"role": "user", "content": "a"}], FOUR, lora_request=asked)
+        plain = llm.chat([{"role": "user", "content": "a"}], FOUR)
+        told = one_line(lambda: llm.generate([PROMPT], lora_request=LoRARequest("one", 1, llama.adapters["two"])))
+        assert told.startswith("adapter 'one' is ") and told.endswith("; give another name")
+        told = one_line(lambda: llm.generate([PROMPT], FOUR, lora_request="one"))  # type: ignore[arg-type]
+        assert told == "lora_request is 'one'; write LoRARequest(NAME, 1, FOLDER), or a list with one for each"
+        told = one_line(lambda: llm.generate([PROMPT], replace(FOUR, lora_name="on")))
+        assert told == "lora_name is 'on', which is no adapter here; did you mean one?"
+        with llm.converse() as conversation:
+            assert "a conversation has no adapter" in one_line(lambda: conversation.reply("a", replace(FOUR, lora_name="one")))
+    assert [one.token_ids for one in by_request] == [one.token_ids for one in by_name]
+    assert for_all[1].token_ids == by_request[0].token_ids != by_request[1].token_ids
+    assert chat[0].token_ids != plain[0].token_ids
+
+
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+
+
+def halves_of(module: str, outputs: int, inputs: int) -> Any:
+    return with_tensors(
+        **{f"{module}.lora_A.weight": torch.ones(RANK, inputs), f"{module}.lora_B.weight": torch.ones(outputs, RANK)}
+    )
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "DoRA": (changed(use_dora=True), "is of the kind DoRA (use_dora)"),
+    "biases": (changed(bias="lora_only"), "has biases of its own"),
+    "whole modules": (changed(modules_to_save=["lm_head"]), "sets modules_to_save (['lm_head']), which is not supported"),
+    "another base": (halves_of("h.0.proj", 3, 3), "changes h.0.proj, and "),
+    "another shape": (halves_of(DOWN, 3, 3), f"is of another model: {DOWN}.weight has the shape (32, 56), and what is to be "),
+    "a head": (halves_of("lm_head", 128, 32), "changes lm_head, and a request's adapter changes no tables, heads and experts"),
+    "a table": (halves_of("model.embed_tokens", 128, 32), "changes model.embed_tokens, and a request's adapter changes no "),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_adapter_of_this_model_is_refused(what: str, llama: Adapted, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", {f"{UP}.weight": shapes_of(llama.base)[f"{UP}.weight"]})
+    change, told = REFUSED[what]
+    change(adapter)
+    line = one_line(Adapted(llama.base, {"one": adapter}, llama.offload).open)
+    assert str(adapter) in line and told in line
+
+
+def test_what_takes_no_adapters_is_refused(checkpoints: Checkpoints, llama: Adapted, tmp_path: Path) -> None:
+    for given, told in (("one", "lora is 'one'; give NAME=FOLDER"), ("a:b=c", "lora is 'a:b=c'; give NAME=FOLDER")):
+        assert told in one_line(lambda given=given: LLM(llama.base, tokenizer="bytes", device="cpu", lora=[given]))
+    gguf = Adapted(checkpoints.folder("llama-gqa", "gguf-q8_0"), llama.adapters, llama.offload)
+    assert "is a GGUF file; give the model's folder of safetensors" in one_line(gguf.open)
+    for kind, part, told in (
+        ("mixtral", ".experts.0.", "changes no tables, heads and experts; merge it: --adapter FOLDER"),
+        ("deepseek-v3", ".kv_b_proj.", "which is computed in parts; merge it: --adapter FOLDER"),
+    ):
+        base = checkpoints.folder(kind)
+        name, value = next((name, value) for name, value in values_in(base).items() if part in name)
+        adapter = save_adapter(tmp_path / kind, {name: tuple(value.shape)})
+        assert told in one_line(Adapted(base, {"one": adapter}, llama.offload).open)
