@@ -8,9 +8,9 @@ are not, in turn.
 With --ahead rows come and go in one block, and the figures are tokens per second where tokens that must come are taken several
 at a time, beside the same job where each takes a pass.
 
-The schema is that of a list of persons, so long that no text ends. Beside the seconds of a step stand those that the thread
-takes to make the masks of a step, and those that the head waits for them. The figures are medians. The last line is one JSON
-document.
+The schema is that of a list of persons, so long that no text ends. Beside the seconds of a step stand those of a mask, and
+those that the head waits for masks, or takes to look at the likeliest tokens and to make masks where these may not come. The
+figures are medians; `mean_cost` is of all steps together. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -58,30 +58,31 @@ SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
 
 @dataclass
 class Seconds:
-    """Of each step."""
+    """Of each step, and of each mask."""
 
     steps: list[float] = field(default_factory=list)
-    made: list[float] = field(default_factory=list)  # masks, by their thread
+    made: list[float] = field(default_factory=list)  # a mask, by the thread or at the head
     waited: list[float] = field(default_factory=list)  # for them, at the head
+    tried: list[float] = field(default_factory=list)  # to look at the likeliest tokens there, and to make masks for some
 
 
 @contextmanager
 def watched(seconds: Seconds) -> Iterator[None]:
     """A context in which all of this is noted."""
-    make, of = BatchMasks.make, BatchMasks.of
+    noted = {"_make": seconds.made, "of": seconds.waited, "refuse": seconds.tried}
 
-    def timed_make(self: BatchMasks) -> None:
-        begun = time.perf_counter()
-        make(self)
-        seconds.made.append(time.perf_counter() - begun)
+    def timed(act: Callable[..., Any], told: list[float]) -> Callable[..., Any]:
+        def timed_act(*given: Any) -> Any:
+            begun = time.perf_counter()
+            found = act(*given)
+            told.append(time.perf_counter() - begun)
+            return found
 
-    def timed_of(self: BatchMasks, rows: Any) -> Any:
-        begun = time.perf_counter()
-        found = of(self, rows)
-        seconds.waited.append(time.perf_counter() - begun)
-        return found
+        return timed_act
 
-    with patch.object(BatchMasks, "make", timed_make), patch.object(BatchMasks, "of", timed_of):
+    with ExitStack() as patched:
+        for name, told in noted.items():
+            patched.enter_context(patch.object(BatchMasks, name, timed(getattr(BatchMasks, name), told)))
         yield
 
 
@@ -151,8 +152,11 @@ def as_json(llm: LLM, args: argparse.Namespace, free: Seconds, held: Seconds) ->
         "ms_of_a_held_step": round(1e3 * with_masks, 3),
         "cost": round(with_masks / plain - 1, 4),
         "aim": AIM,
-        "us_to_make_a_mask": round(1e6 * median(held.made) / args.rows, 2),
+        "us_to_make_a_mask": round(1e6 * median(held.made), 2),
+        "masks_of_a_token": round(len(held.made) / len(held.steps) / args.rows, 3),
         "ms_waited_at_the_head": round(1e3 * median(held.waited), 3),
+        "ms_tried_at_the_head": round(1e3 * median(held.tried), 3),
+        "mean_cost": round(sum(held.steps) / sum(free.steps) - 1, 4),
         "steps": len(held.steps),
         **about(llm, args),
     }

@@ -147,6 +147,21 @@ def test_tokens_are_picked_from_those_that_may_come_and_log_probabilities_are_th
             assert one.logprobs[step].top[0].token_id == int(unmasked.argmax())
 
 
+def test_a_row_without_draws_has_a_mask_only_where_its_likeliest_token_may_not_come(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU masks take from layers what they cost."""
+    write, made = grammar.HeldText.write_mask, list[int]()
+    monkeypatch.setattr(grammar.HeldText, "write_mask", lambda held, words: (made.append(id(held)), write(held, words))[1])
+    anything, no_blank = held(12, regex="(.|\n)*"), held(12, regex="[^ ]*")
+    free, likeliest = llm.generate(PROMPTS[:2], [SamplingParams(12), anything])
+    assert made == [] and (free, likeliest) == tuple(llm.generate(PROMPTS[:2], SamplingParams(12)))
+    (drawn,) = llm.generate(PROMPTS[:1], replace(anything, temperature=1.0))
+    assert len(made) == len(drawn.token_ids) == 12
+    (refused,) = llm.generate(PROMPTS[:1], no_blank)
+    assert 12 < len(made) <= 24 and " " in free.text and " " not in refused.text
+
+
 # -- where a text ends ---------------------------------------------------------------------------------------------------------
 
 

@@ -359,8 +359,10 @@ class BatchRows:
         params, indices, histories = zip(*[(row.params, row.index, row.history) for row in rows])
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
         with _naming(rows):
-            masks = None if made is None else made.of(rows)
-            picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back, masks)
+            sample = partial(sampler.sample, logits, params, indices, steps, histories, given, self._upload, self._read_back)
+            picked = sample(None if made is None else made.of(rows))
+            if made is not None and made.refuse(rows, picked.tokens.tolist()):
+                picked = sample(made.of(rows))
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
             if known is None and on_logits is not None:
@@ -411,7 +413,7 @@ class BatchRows:
         return self._masks_of(self._rows)
 
     def _masks_of(self, rows: Sequence[RowState]) -> BatchMasks | None:
-        return None if self._mask_maker is None else self._mask_maker.begin(rows)
+        return None if self._mask_maker is None else self._mask_maker.begin(rows, tries=self._device.type == "cpu")
 
     def drop_finished(self, step: int) -> None:
         """Ends a step in which no token was picked."""

@@ -196,6 +196,9 @@ class Constraint(Protocol):
     def only_token(self) -> int | None:
         """The one token that may come next; None if there are several, none, or the text may end, or if a mask alone tells."""
 
+    def allows(self, token: int) -> bool:
+        """Whether a mask would have this token."""
+
     def take(self, token: int) -> None:
         """Takes the next token of the text. A ConstraintBroken refuses one that may not come."""
 

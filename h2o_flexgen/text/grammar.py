@@ -360,6 +360,15 @@ class HeldText:
         forced = self._matcher.compute_ff_tokens()
         return forced[0] if forced else None  # which masks have alone; where tokens are open, no mask is made to look for one
 
+    def allows(self, token: int) -> bool:
+        """What a mask says of a token."""
+        if self.is_whole and divmod(token, WORD_BITS) in self._ends:
+            return True
+        if token >= self._tokens.vocab_size or token == self._tokens.eos_token:
+            return False
+        only = self.only_token
+        return self._matcher.validate_tokens([token]) == 1 if only is None else token == only
+
     def take(self, token: int) -> None:
         if not self._matcher.consume_token(token):
             self._refuse_broken()

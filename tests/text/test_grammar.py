@@ -145,6 +145,22 @@ def test_the_only_token_that_may_come_is_known_without_a_mask(tokenizer: Tokeniz
     assert singles > 20
 
 
+def test_a_token_is_allowed_where_it_is_in_the_mask(tokenizer: Tokenizer) -> None:
+    """Each token of the vocabulary and two behind it, step by step."""
+    vocab, found = tokenizer.grammars.tokens.vocab_size + 2, [0, 0]
+    for place, what in enumerate((*(own for own, _ in HELD.values()), asked(regex="FIXED TEXT[0-9]{2}, and more of it"))):
+        random, held, words = Random(place), tokenizer.grammars.constraint(what, [1]), room_for_mask(vocab)
+        for _ in range(12):
+            held.write_mask(words)
+            may_come = {*allowed(words)}
+            assert {token for token in range(vocab) if held.allows(token)} == may_come
+            found[len(may_come) > 1] += 1
+            if not may_come - {1}:
+                break
+            held.take(random.choice(sorted(may_come - {1})))
+    assert min(found) > 20
+
+
 def test_a_token_that_is_open_is_not_looked_for_in_a_mask(of_words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask takes a look at the whole vocabulary."""
     held = of_words.grammars.constraint(asked(regex="h[a-z]*"), [])
