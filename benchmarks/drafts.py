@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with LLM(args.model, draft=OFF, **given) as plain, LLM(args.model, draft=NGRAM, **given) as guessing:
         found = measured({OFF: plain, NGRAM: guessing}, args.rounds, args.tokens, args.temperature)
         about = {"machine": describe_machine(plain.device), "commit": commit(), "date": date.today().isoformat()}
-    document = {**vars(args), **found, **about}
+    document = {**{name: value for name, value in vars(args).items() if name != "output"}, **found, **about}
     for kind, own in found.items():
         print(f"{kind:6} {own['gain']:.2f} times as fast, {own['tokens_per_pass']} tokens a pass")
     if args.output:

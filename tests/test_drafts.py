@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -26,6 +26,9 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op
+from tests.clocked.backend import IS_POSSIBLE
+from tests.clocked.context import sound
+from tests.clocked.tensor import NAME as CLOCKED
 from tests.engine.test_shrink import fail_at
 from tests.helpers.contract import WITH_STATES, Case, Checkpoints
 from tests.test_arrivals import hold_contract as hold_arrivals
@@ -121,17 +124,17 @@ def test_tokens_are_those_of_the_resident_loop(checkpoints: Checkpoints, offload
     assert [[*one.token_ids] for one in found] == wanted
 
 
-def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
+def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[str] = ("cpu", "pretended")) -> None:
     """A random plan says the same with guesses and without. In 8 bits logits have the same bits, too."""
     random, case = Random(seed), Case("lfm2")
     while case.kind in WITH_STATES:
-        case = random_case(random, ("cpu", "pretended"))
+        case = random_case(random, devices)
     percent = (*case.percent[:2], *random.choice([(100, 0), (100, 0), (0, 100)]), *case.percent[4:])
     case = replace(case, policy=(), percent=percent, gen_len=random.randint(4, 14))
     params = [random_params(random, case.gen_len) for _ in case.lengths]
     try:
-        wanted, plain = generate(case, params, checkpoints, offload)
-        with always(), guessing(texts_of(wanted), seed):
+        wanted, plain = generate(replace(case, device="cpu"), params, checkpoints, offload)
+        with sound() if case.device == CLOCKED else nullcontext(), always(), guessing(texts_of(wanted), seed):
             found, logits = generate(replace(case, policy=(("draft", "ngram"),)), params, checkpoints, offload)
         assert said(found) == said(wanted)
         for own, other in zip(found, wanted, strict=True):
@@ -147,9 +150,15 @@ def test_random_plans_say_the_same(seed: int, checkpoints: Checkpoints, offload:
     hold(seed, checkpoints, offload)
 
 
+@pytest.mark.skipif(not IS_POSSIBLE, reason="a pretended device with clocks is not possible here")
+@pytest.mark.parametrize("seed", [3, 4])
+def test_guesses_race_with_nothing(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
+    hold(seed, checkpoints, offload, (CLOCKED,))
+
+
 @pytest.mark.fuzz
 def test_many_more_random_plans_say_the_same(fuzz_seed: int, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
-    hold(fuzz_seed, checkpoints, offload)
+    hold(fuzz_seed, checkpoints, offload, ("cpu", "pretended", CLOCKED) if IS_POSSIBLE else ("cpu", "pretended"))
 
 
 def test_rows_that_come_meanwhile_say_the_same(checkpoints: Checkpoints, offload: Path) -> None:

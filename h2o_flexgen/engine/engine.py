@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
+from h2o_flexgen.core.buffer_layout import prompt_form
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
@@ -476,14 +477,16 @@ class Engine:
         drafts = Drafts(room - batch.size) if spares and self._plan.draft == NGRAM else None
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there, drafts, spares)
-        most_ahead = 0 if drafts is None else room // batch.size - 1
+        most_ahead = 0 if drafts is None else max(0, room // batch.size - 1)
         return BatchRows(batch, [rows[row] for row in batch.rows], *there, drafts, most_ahead)
 
     def _room_of_pass(self, batch: Batch, moves_hidden: bool) -> int:
-        """The tokens of a batch for which a pass has room, and the head: as many as there is room for where prompts are read.
-        A turn of a conversation may be shorter than what there is room for."""
+        """The tokens of a batch for which a pass has room, and the head: as many as there is room for where prompts are read,
+        and fewer where states of steps are wider than those of prompts. A turn of a conversation may be shorter than what there
+        is room for."""
         longest = batch.prompt_len if batch.context is None or moves_hidden else batch.context
         read = min(batch.size * longest, self._plan.prefill_tokens)
+        read = read * prompt_form(self._spec, batch).widest // self._spec.widest
         return min(read, positions_at_once(self._plan, self._spec.vocab))
 
     def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from h2o_flexgen.cli.batch_run import JobFigures, JobWatch, Metrics
-from h2o_flexgen.cli.report import document_of
+from h2o_flexgen.cli.report import document_of, lines_of
 from h2o_flexgen.engine.job import RequestSize
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import Tick
@@ -32,6 +33,13 @@ def test_figures_of_a_tick() -> None:
     assert (document["requests"], document["requests_done"], document["requests_failed"]) == (8, 3, 1)
     assert (document["rows_alive"], document["rows_possible"], document["seconds_left"]) == (3, 4, 30.0)
     assert json.loads(json.dumps(document)) == document
+
+
+def test_guessed_tokens_are_told_where_there_are_any() -> None:
+    assert "drafts" not in document_of(figures().entries())
+    entries = [*figures(tick=replace(TICK, proposed_tokens=10, accepted_tokens=4)).entries()]
+    assert document_of(entries)["drafts"] == {"proposed": 10, "accepted": 4, "tokens_per_pass": 3.333}
+    assert "drafts    4 of 10 guessed tokens were right; 3.33 tokens a pass" in lines_of(entries)
 
 
 def test_before_anything_is_known_nothing_is_foretold() -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.formats.kernel_table import CPU, HALVES, TORCH, Processor
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.kv.cache import KVCache
@@ -185,3 +187,27 @@ def test_the_mask_opens_each_row_up_to_its_newest_slot() -> None:
     mask = pass_of((3, 1), 1, 5).mask
     assert mask.shape == (2, 1, 1, 5)
     assert mask.flatten(1).tolist() == [[0, 0, 0, 0, -torch.inf], [0, 0, -torch.inf, -torch.inf, -torch.inf]]
+
+
+@pytest.mark.parametrize("build", [None, TORCH])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_several_tokens_of_a_row_see_each_other_as_in_steps_of_their_own(
+    by_token: bool, build: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if build is not None:
+        monkeypatch.setattr(operations, "processor", lambda _: Processor(CPU, build, HALVES))
+    rows, capacity, row = texts(2, LENGTHS), max(LENGTHS) + STEPS - 1, 1
+    one_by_one, at_once = (KVCache(fresh_image(len(LENGTHS), 2, capacity, by_token)) for _ in range(2))
+    for cache in (one_by_one, at_once):
+        cache.attend(pass_of(LENGTHS, 0), tokens_of(rows, LENGTHS, 0))
+    own, steps = Full().occupancy(Batch((0,), LENGTHS[row : row + 1]), STEPS), range(1, STEPS)
+    given = [tokens_of(rows[row : row + 1], LENGTHS[row : row + 1], step) for step in steps]
+    wanted = [
+        one_by_one.part(slice(row, row + 1)).attend(KVStep.of(own.at(step), capacity, torch.device("cpu")), each)
+        for step, each in zip(steps, given)
+    ]
+    now = KVStep.of(own.apart([(own, step) for step in steps]), capacity, torch.device("cpu"))
+    together = NewTokens(*(torch.cat([getattr(each, name) for each in given]) for name in ("q", "k", "v")))
+    found = at_once.repeated(row, len(steps)).attend(now, together)
+    assert torch.equal(found, torch.cat(wanted))
+    assert torch.equal(at_once.image.nan_to_num(7.0), one_by_one.image.nan_to_num(7.0))

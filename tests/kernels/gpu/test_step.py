@@ -134,3 +134,34 @@ def test_steps_keep_what_torch_keeps_and_are_these_launches(
         assert torch.equal(noted.positions.cpu(), noted_by_twin.positions)
     if (kept, format) in LAUNCHED:
         assert names == [f"triton::{name}" for name in LAUNCHED[kept, format]]
+
+
+@pytest.mark.parametrize("format", [PLAIN, "group4"])
+def test_several_tokens_of_a_row_are_attended_as_those_of_rows_with_the_same_slots(format: str, gpu: torch.device) -> None:
+    coding, draw = Coding(format, torch.float32, DIM), torch.Generator().manual_seed(2)
+    own, capacity = Plan().policy.occupancy(Batch((0,), LENGTHS[:1]), STEPS), LENGTHS[0] + STEPS - 1
+    slots = [
+        torch.zeros(capacity, 2, ROWS, KV_HEADS, coding.width, dtype=coding.kept_dtype, device=gpu).permute(1, 2, 3, 0, 4)
+        for _ in range(2)
+    ]
+    one_by_one, at_once = (KVCache(image, None, coding) for image in slots)
+    rotary = Rotary((1.0 / 10000.0 ** (torch.arange(DIM // 2) / (DIM // 2))).to(gpu))
+    heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+
+    def drawn(rows: int, tokens: int) -> list[Tensor]:
+        return [torch.randn(rows, tokens, each, DIM, generator=draw).to(gpu) for each in heads]
+
+    begun, more = drawn(1, LENGTHS[0]), drawn(STEPS - 1, 1)
+    with kernels_of(TRITON):
+        for cache in (one_by_one, at_once):
+            cache.part(slice(1, 2)).attend(KVStep.of(own.at(0), capacity, gpu), NewTokens(*begun, rotary))
+        wanted = [
+            one_by_one.part(slice(1, 2)).attend(
+                KVStep.of(own.at(step), capacity, gpu), NewTokens(*(each[step - 1 : step] for each in more), rotary)
+            )
+            for step in range(1, STEPS)
+        ]
+        now = KVStep.of(own.apart([(own, step) for step in range(1, STEPS)]), capacity, gpu)
+        found = at_once.repeated(1, STEPS - 1).attend(now, NewTokens(*more, rotary))
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    assert torch.equal(slots[0], slots[1])
