@@ -134,6 +134,12 @@ class ManyQueries(NamedTuple):
         return threads * shared().prompt_queries * self.stride
 
 
+def choosing_room(units: int, group: int, slots: int, threads: int) -> int:
+    """Values of the room in which slots are chosen for so many KV heads of all rows: shares of each query head of one and what
+    slots are worth, for as many as are worked on at once."""
+    return min(units, threads) * (group + 1) * slots
+
+
 def prompt_parts(group: int) -> int:
     """The parts of a KV head's query heads that attend prompts one by one: more than one where these are many."""
     sizes = shared()

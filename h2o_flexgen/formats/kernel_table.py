@@ -151,7 +151,9 @@ def measured_as(format: str) -> str:
 
 def _of_groups(format: str) -> Iterator[Kernel]:
     yield Kernel(APPEND, format, "append_coded", CUDA, (TRITON,), DTYPES)
+    yield Kernel(CHOOSE_SLOTS, format, "choose_slots", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values)
     yield Kernel(CHOOSE_SLOTS, format, "choose_slots_twin")
+    yield Kernel(CHOSEN_ATTENTION, format, "chosen_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values)
     for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
         yield Kernel(op, format, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, format, function, CUDA, (TRITON,), DTYPES)
@@ -270,6 +272,7 @@ def kernels() -> tuple[Kernel, ...]:
         *_of_plain_products(),
         Kernel(ENCODE, PLAIN, "plain_encode"),
         Kernel(DECODE, PLAIN, "plain_decode"),
+        Kernel(CHOSEN_ATTENTION, PLAIN, "chosen_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),

@@ -2,19 +2,26 @@
 
 A slot is worth the attention that it would get from all query heads of its KV head, as scores over the index say it. The first
 and the newest slots of a row are always chosen, then those that are worth most; among equals the older ones.
+
+C and torch differ in the last bits of a worth, so that they may choose otherwise between slots that are worth nearly the same.
+With queries of 16 bits C works in fixed point, as its attention over packed slots does.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import ManyQueries, choosing_room
 from h2o_flexgen.formats.table import FORMATS
-from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kernels.decode_attention import KVSlots, StepAttention, decode_attention, kind_of
+from h2o_flexgen.kernels.evict import take_slots
 from h2o_flexgen.kernels.group_codes import group_decode_twin
-from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.more_keys import More, MoreKeys
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
 
 
 class Always(NamedTuple):
@@ -22,6 +29,34 @@ class Always(NamedTuple):
 
     first: int
     recent: int
+
+
+def choose_slots(
+    q: Tensor,
+    index: KVSlots,
+    held: Tensor,
+    counts: Tensor,
+    most: int,
+    always: Always,
+    more: More | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    (rows, kv_heads, group, dim), slots, threads = q.shape, index.data.shape[2], torch.get_num_threads()
+    q, out = q.contiguous(), torch.empty(rows, kv_heads, most, dtype=torch.int64)
+    room = torch.empty(choosing_room(rows * kv_heads, group, slots, threads), dtype=torch.float32)
+    given = _SlotChoice(
+        pointer(q),
+        ValuePlaces.of(index.data, kind_of(index)),
+        MoreKeys.of(more),
+        *map(pointer, (held, counts, room, out)),
+        *(rows, kv_heads, group, dim, slots, most),
+        *always,
+        dim**-0.5,
+        KINDS[q.dtype],
+        cap or 0.0,
+    )
+    run("choose_slots", given, threads)
+    return out
 
 
 def choose_slots_twin(
@@ -62,3 +97,60 @@ def _worth(q: Tensor, index: KVSlots, held: Tensor, always: Always, more: Tensor
     worth = scores.softmax(-1)[..., :slots].sum(1)
     is_always = (numbers < always.first) | (numbers >= held - always.recent)
     return worth.masked_fill(is_always, torch.inf).masked_fill(is_behind, -torch.inf)
+
+
+def chosen_attention(
+    q: Tensor,
+    keys: KVSlots,
+    values: KVSlots,
+    chosen: Tensor,
+    counts: Tensor,
+    mask: Tensor,
+    more: More | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Attends the chosen slots where they lie: the bits of `decode_attention` in C over copies of them. Where many query heads
+    attend a KV head, it is that: tiles want their slots side by side."""
+    (rows, kv_heads, group, dim), most = q.shape, chosen.shape[-1]
+    if ManyQueries.of(group, most, dim) is not None:
+        copies = side_by_side(keys, chosen), side_by_side(values, chosen)
+        return decode_attention(q, *copies, counts, mask, more, None, cap)[0]
+    q, is_wide = q.contiguous(), q.dtype == torch.float32
+    out, shares = torch.empty_like(q), torch.empty(rows, kv_heads, group, most, dtype=torch.float32)
+    as_wide = (q, out) if is_wide else tuple(torch.empty(q.shape, dtype=torch.float32) for _ in range(2))
+    given = StepAttention(
+        pointer(q),
+        *(ValuePlaces.of(kept.data, kind_of(kept)) for kept in (keys, values)),
+        MoreKeys.of(more),
+        *map(pointer, (counts, out, *as_wide)),
+        None,
+        pointer(shares),
+        *(rows, kv_heads, group, dim, most),
+        dim**-0.5,
+        KINDS[q.dtype],
+        False,
+        cap or 0.0,
+        pointer(chosen),
+    )
+    run("chosen_attention", given, torch.get_num_threads())
+    return out
+
+
+def side_by_side(kept: KVSlots, chosen: Tensor) -> KVSlots:
+    """Copies of chosen slots."""
+    copies = kept.data.new_empty(*chosen.shape, kept.data.shape[-1])
+    take_slots(kept.data, chosen, copies)
+    return KVSlots(copies, kept.format)
+
+
+class _SlotChoice(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("index", ValuePlaces),
+        ("more", MoreKeys),
+        *((name, ctypes.c_void_p) for name in ("held", "counts", "room", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity", "most", "first", "recent")),
+        ("scale", ctypes.c_float),
+        ("kind", ctypes.c_int),
+        ("cap", ctypes.c_float),
+    )

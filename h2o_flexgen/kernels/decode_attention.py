@@ -50,7 +50,7 @@ def decode_attention(
     as_wide = (q, out) if is_wide else (wide(q.shape), wide(q.shape))
     places = map(pointer, (held, out, *as_wide, got, shares))
     sizes = (rows, kv_heads, group, dim, slots)
-    given = _Attention(
+    given = StepAttention(
         pointer(q),
         *(ValuePlaces.of(kept.data, kind_of(kept)) for kept in (keys, values)),
         MoreKeys.of(more),
@@ -60,6 +60,7 @@ def decode_attention(
         KINDS[q.dtype],
         gathers == MAX,
         cap or 0.0,
+        None,
     )
     run("decode_attention", given, torch.get_num_threads())
     return out, got if gathers else None
@@ -156,7 +157,9 @@ class _Many(ctypes.Structure):
     )
 
 
-class _Attention(ctypes.Structure):
+class StepAttention(ctypes.Structure):
+    """What C attends slots with, the first ones or those at `places`."""
+
     _fields_ = (
         ("q", ctypes.c_void_p),
         ("keys", ValuePlaces),
@@ -168,4 +171,5 @@ class _Attention(ctypes.Structure):
         ("kind", ctypes.c_int),
         ("is_highest", ctypes.c_int),
         ("cap", ctypes.c_float),
+        ("places", ctypes.c_void_p),
     )

@@ -24,6 +24,7 @@ _Static_assert(NEAR % LANES == 0, "whole registers");
 /* Some queries of the group of a KV head of a row. */
 typedef struct {
     const slots *from;       /* keys or values */
+    const int64_t *places;   /* of the slots; NULL: they lie one after the other */
     long row, head, held;
     const float *q;          /* (queries, dim) */
     float *out, *shares;     /* (queries, dim), (queries, capacity) */
@@ -119,19 +120,34 @@ static ALWAYS_INLINE void foresee(const char *start, long count, long stride, lo
             __builtin_prefetch(start + slot * stride + at);
 }
 
+/* The same where slots lie anywhere. */
+static ALWAYS_INLINE void find_places(const queries_of_head *h, long first, long count, long bytes, const char **out)
+{
+    const int64_t *places = h->places + first, left = h->held - first - count, ahead = left < count ? left : count;
+    for (long slot = 0; slot < count; slot++)
+        out[slot] = slot_at(h->from, h->row, h->head, places[slot]);
+    for (long slot = 0; slot < ahead; slot++)
+        foresee(slot_at(h->from, h->row, h->head, places[count + slot]), 1, 0, bytes);
+}
+
 /* The addresses of neighbouring slots; behind the last one that is held, the last one again. Those that come next are prefetched:
    slots of a head may lie far apart. */
 static ALWAYS_INLINE void find_slots(const queries_of_head *h, long first, long count, long bytes, const char **out)
 {
-    const char *start = slot_at(h->from, h->row, h->head, first), *next = start;
-    const long stride = h->from->slot, left = h->held - first;
+    const long left = h->held - first, there = left < count ? left : count;
+    if (h->places) {
+        find_places(h, first, there, bytes, out);
+    } else {
+        const char *start = slot_at(h->from, h->row, h->head, first), *next = start;
+        const long stride = h->from->slot;
 #pragma GCC unroll 16
-    for (long slot = 0; slot < count; slot++, next += stride)
-        out[slot] = next;
+        for (long slot = 0; slot < count; slot++, next += stride)
+            out[slot] = next;
+        if (left > count)
+            foresee(start + count * stride, left - count < count ? left - count : count, stride, bytes);
+    }
     for (long slot = left; slot < count; slot++)
         out[slot] = out[left - 1];
-    if (left > count)
-        foresee(start + count * stride, left - count < count ? left - count : count, stride, bytes);
 }
 
 /* Copies up to a register of values; a whole one without a call. */

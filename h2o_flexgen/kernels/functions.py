@@ -10,7 +10,7 @@ from typing import Any
 from h2o_flexgen.formats.kernel_table import TRITON, Kernel
 from h2o_flexgen.kernels.append import append, append_twin, rotate, rotate_twin
 from h2o_flexgen.kernels.chosen_rows import put_rows, put_rows_twin, take_rows, take_rows_twin
-from h2o_flexgen.kernels.chosen_slots import choose_slots_twin
+from h2o_flexgen.kernels.chosen_slots import choose_slots, choose_slots_twin, chosen_attention
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.evict import (
     evict,
@@ -130,7 +130,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(gated_quick_gelu, gated_quick_gelu_twin, gated_relu, gated_relu_twin),
         *(gated_relu_squared, gated_relu_squared_twin, xielu, xielu_twin),
         *(gated_sigmoid, gated_sigmoid_twin, gated_identity, gated_identity_twin),
-        choose_slots_twin,
+        *(choose_slots, choose_slots_twin, chosen_attention),
         *(take_slots, take_slots_twin, gather_slots_twin, take_rows, take_rows_twin, put_rows, put_rows_twin),
         *(clamped_silu, clamped_silu_twin, route, route_twin, gather_chosen, gather_chosen_twin),
         *(add_scaled, add_scaled_twin, add_weighted, add_weighted_twin),

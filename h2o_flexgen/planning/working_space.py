@@ -22,12 +22,14 @@ from h2o_flexgen.formats.kernel_sizes import (
     WIDTH_OF_TORCH,
     ManyQueries,
     PromptRoom,
+    choosing_room,
     mask_bytes,
     prompt_parts,
     prompt_threads,
     twin_values,
 )
 from h2o_flexgen.formats.kernel_table import (
+    CHOOSE_SLOTS,
     CPU,
     DECODE_ATTENTION,
     GATED_DELTA,
@@ -43,7 +45,7 @@ from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
-from h2o_flexgen.policies.recall import ALL, attended, index_bytes
+from h2o_flexgen.policies.recall import ALL, INDEX, attended, index_bytes
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
@@ -172,6 +174,9 @@ def _recalling_bytes(at: LevelHeads, site: Site) -> int:
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
     newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + index_bytes(policy.recall, spec))
     taken = rows * chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES)
+    if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
+        units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
+        return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads)
     values = capacity * spec.kv_heads * spec.head_dim
     ranked = capacity * (spec.kv_heads * RANKED_BYTES + 4 * spec.heads * FLOAT_BYTES)
     return newest + taken + ranked + 2 * values * FLOAT_BYTES + DECODING_BYTES * min(values, _values_at_once(site))
