@@ -44,10 +44,12 @@ static ALWAYS_INLINE void fill_from_tiles(const product *p, long output, long pa
 static void fill_4(const product *p, long output, long pair, long pairs, panel_values *to) { fill_from_tiles(p, output, pair, pairs, to, 4); }
 static void fill_8(const product *p, long output, long pair, long pairs, panel_values *to) { fill_from_tiles(p, output, pair, pairs, to, 8); }
 
+#ifndef __AMX_BF16__
 static void fill_plain(const product *p, long output, long pair, long pairs, panel_values *to)
 {
     fill_from_rows(p, output, 2 * pair, 2 * pairs, to, BF16, 0);
 }
+#endif
 
 /* -- the product ------------------------------------------------------------------------------------------------------------- */
 
@@ -62,7 +64,7 @@ static void multiply_plain(const void *given, long number, int member)
         multiply_plain_outputs(p, (number - some->begins[at]) * PANEL);
         leave_tiles();
     } else {
-        multiply_pairs(some, number, fill_plain);
+        multiply_lines(some, number, fill_plain_lines);
     }
 }
 #else

@@ -7,8 +7,8 @@
 #ifdef __AMX_BF16__
 
 #define MOST_ROWS 32 /* of a block: of two tiles, which meet two tiles of a panel */
-#define GROUP_PANELS 2
-#define GROUP_BLOCKS 24
+#define GROUP_PANELS 8  /* that a part of x meets: more rows of many inputs than a cache has come from memory less often */
+#define GROUP_BLOCKS 12
 #define STEP 16 /* pairs of a row that lie side by side in a tile */
 
 /* Numbers of tiles, as instructions are told them: rows above and below times a panel's outputs on the left and on the right. */

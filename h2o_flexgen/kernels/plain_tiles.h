@@ -4,11 +4,9 @@
 
 #pragma once
 
-#include "pair_sums.h"
+#include "line_tiles.h"
 
 #ifdef __AMX_BF16__
-
-#include "squares.h"
 
 #define STEPS_AHEAD 12 /* from what is read to what is asked for */
 
@@ -23,21 +21,6 @@ static void fill_step(const char *first, long size, long outputs, long left, ste
     __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
 }
 
-static ALWAYS_INLINE void multiply_step(const char *outputs, long size, const float *x_above, const float *x_below, long rows, int are_two)
-{
-    const long above = rows_above(rows) * sizeof(float);
-    _tile_loadd(LEFT, outputs, size);
-    _tile_loadd(RIGHT, outputs + LINES_OF_TILE * size, size);
-    _tile_loadd(ABOVE, x_above, above);
-    _tile_dpbf16ps(ABOVE_LEFT, LEFT, ABOVE);
-    _tile_dpbf16ps(ABOVE_RIGHT, RIGHT, ABOVE);
-    if (are_two) {
-        _tile_loadd(BELOW, x_below, rows * sizeof(float) - above);
-        _tile_dpbf16ps(BELOW_LEFT, LEFT, BELOW);
-        _tile_dpbf16ps(BELOW_RIGHT, RIGHT, BELOW);
-    }
-}
-
 /* Behind the last step come those of the next outputs. What lies behind the matrix is asked for in vain. */
 static ALWAYS_INLINE void fetch_step(const char *first, long size, long step, long steps)
 {
@@ -48,23 +31,15 @@ static ALWAYS_INLINE void fetch_step(const char *first, long size, long step, lo
         __builtin_prefetch(at + output * size, 0, 2);
 }
 
-typedef float turned_sums[2][2][LINES_OF_TILE][LANES]; /* of rows above and below, on the left and on the right */
-
 static ALWAYS_INLINE void multiply_outputs(const product *p, long output, turned_sums sums, int are_two)
 {
     const long rows = p->rows, above = rows_above(rows), size = p->inputs * 2, steps = p->columns / STEP, there = p->outputs - output;
     const char *first = (const char *)p->data + output * size;
-    _tile_zero(ABOVE_LEFT);
-    _tile_zero(ABOVE_RIGHT);
-    if (are_two) {
-        _tile_zero(BELOW_LEFT);
-        _tile_zero(BELOW_RIGHT);
-    }
-    __asm__ volatile("" : : : "memory");
+    start_turned(are_two);
     for (long step = 0; step < steps; step++) {
         const char *at = first + step * LINE_OF_TILE;
         const long left = size - step * LINE_OF_TILE;
-        const float *x_above = p->x + step * STEP * above, *x_below = p->x + above * p->columns + step * STEP * (rows - above);
+        const float *x_above = p->x + step * STEP * rows, *x_below = x_above + STEP * above;
         step_of_outputs filled;
         fetch_step(first, size, step, steps);
         if (there >= PANEL && left >= LINE_OF_TILE) {
@@ -74,40 +49,38 @@ static ALWAYS_INLINE void multiply_outputs(const product *p, long output, turned
             multiply_step(*filled, LINE_OF_TILE, x_above, x_below, rows, are_two);
         }
     }
-    _tile_stored(ABOVE_LEFT, sums[0][0], LINE_OF_TILE);
-    _tile_stored(ABOVE_RIGHT, sums[0][1], LINE_OF_TILE);
-    if (are_two) {
-        _tile_stored(BELOW_LEFT, sums[1][0], LINE_OF_TILE);
-        _tile_stored(BELOW_RIGHT, sums[1][1], LINE_OF_TILE);
-    }
-}
-
-/* Stores the sums of some rows, which are words of the outputs' lines. */
-static void finish_turned(const product *p, long output, long first, long rows, float (*sums)[LINES_OF_TILE][LANES])
-{
-    words square[2][LINES_OF_TILE];
-    memcpy(square, sums, sizeof square);
-    turn(square[0]);
-    turn(square[1]);
-    for (long row = 0; row < rows; row++) {
-        const floats both[2] = {(floats)square[0][row], (floats)square[1][row]};
-        finish(p, first + row, output, both);
-    }
+    store_turned(sums, are_two);
 }
 
 /* Some outputs, for all rows. */
 static void multiply_plain_outputs(const product *p, long output)
 {
-    const long above = rows_above(p->rows);
     _Alignas(64) turned_sums sums;
     use_turned_tiles_of(p->rows);
     if (p->rows > 1)
         multiply_outputs(p, output, sums, 1);
     else
         multiply_outputs(p, output, sums, 0);
-    finish_turned(p, output, 0, above, sums[0]);
-    if (p->rows > 1)
-        finish_turned(p, output, above, p->rows - above, sums[1]);
+    finish_block(p, output, 0, p->rows, sums);
+}
+
+/* The same for more rows than a block has: lines are copied, as those of outputs that lie far apart would share places of a cache. */
+static void fill_plain_lines(const product *p, long output, long pair, long pairs, lines_of_panel panel)
+{
+    const long size = p->inputs * 2, ends = p->columns - pair <= pairs;
+    for (long at = 0; at < PANEL; at++) {
+        const char *from = row_of(p, output + at, 2) + pair * 4, *ahead = ends ? row_of(p, output + at + PANEL, 2) : from + pairs * 4;
+        for (long step = 0; step < pairs / STEP; step++) {
+            const long left = size - pair * 4 - step * LINE_OF_TILE;
+            __m512i line = _mm512_setzero_si512();
+            __builtin_prefetch(ahead + step * LINE_OF_TILE, 0, 2);
+            if (left >= LINE_OF_TILE)
+                line = _mm512_loadu_si512(from + step * LINE_OF_TILE);
+            else if (left > 0)
+                memcpy(&line, from + step * LINE_OF_TILE, left);
+            _mm512_store_si512(panel[step][at], line);
+        }
+    }
 }
 
 #endif

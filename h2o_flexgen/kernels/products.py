@@ -185,7 +185,7 @@ def pair_products(format: PlainFormat | Tiled, x: Factor, meetings: Sequence[Mee
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     bits = format.bits if isinstance(format, Tiled) else PLAIN_BITS
     assert x.values.dtype == torch.bfloat16 and (bits or all(meeting.data.dtype == torch.bfloat16 for meeting in meetings))
-    panel_products("pair_product", x, paired if bits else paired_for_plain, meetings, out, told=bits)
+    panel_products("pair_product", x, paired if bits else paired_in_lines, meetings, out, told=bits)
 
 
 def pair_product_twin(format: PlainFormat | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -206,4 +206,4 @@ def _paired(values: Tensor, runs: Runs, bits: int) -> Arranged:
 
 
 paired: Arrange = partial(_paired, bits=4)  # or any other number of bits
-paired_for_plain: Arrange = partial(_paired, bits=PLAIN_BITS)
+paired_in_lines: Arrange = partial(_paired, bits=PLAIN_BITS)  # for matrices with outputs that lie row by row

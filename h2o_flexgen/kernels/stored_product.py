@@ -23,7 +23,7 @@ from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.int8_product import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arrange, Arranged, JoinedRuns, Product, Run, call, place, products
-from h2o_flexgen.kernels.products import paired
+from h2o_flexgen.kernels.products import paired_in_lines
 from h2o_flexgen.kernels.stored_values import (
     IntegerParts,
     MatrixInC,
@@ -148,7 +148,7 @@ def stored_pairs(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Te
 def stored_pair_products(format: Stored, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
     """The same of rows that meet matrices of their own, into out (..., outputs)."""
     assert x.values.dtype == torch.bfloat16
-    products_of_stored("stored_pairs", format, x, paired, meetings, out)
+    products_of_stored("stored_pairs", format, x, paired_in_lines, meetings, out)
 
 
 def stored_pairs_twin(format: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from h2o_flexgen.formats.kernel_table import FUSED
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.stored_product import stored_dots, stored_pairs, stored_pairs_twin, stored_product, stored_product_twin
+from h2o_flexgen.kernels.stored_values import stored_decode_twin
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 from tests.kernels.variants import VARIANTS, WITH_PAIRS, used
@@ -67,6 +68,20 @@ def test_pairs_and_torch_agree(variant: str, format: Stored) -> None:
         expected = stored_pairs_twin(format, Factor(x), data, outputs, bias)
         assert near(found, expected, format, x, data, outputs), (outputs, inputs)
         assert all(torch.equal(part, found[-len(part) :]) for part in in_company)
+
+
+@pytest.mark.parametrize("variant", WITH_PAIRS)
+@forms
+def test_pairs_of_many_rows_meet_the_values_that_decoding_gives(variant: str, format: Stored) -> None:
+    outputs, inputs = 300, inputs_of(format, 400)  # more than panels and blocks of rows that are multiplied together
+    data, ones = random_matrix(format, outputs, inputs), torch.eye(inputs, dtype=torch.bfloat16)
+    decoded = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+    stored_decode_twin(format, data, decoded)
+    with used(variant):
+        found = stored_pairs(format, Factor(ones), data, outputs, None)
+        in_company = [stored_pairs(format, Factor(ones[-some:]), data, outputs, None) for some in (9, 33, 64, 385)]
+    assert torch.equal(found, decoded.T)
+    assert all(torch.equal(part, found[-len(part) :]) for part in in_company)
 
 
 @products
