@@ -84,6 +84,7 @@ CASES = [
     Case(percent=(0, 40, 0, 50, 0, 100), weight_codec="group4", kind="qwen2", policy=(("kv_policy", "tova"), ("heavy", 4))),
     Case(percent=(40, 40, 0, 100, 100, 0), weight_codec="group4", kv_codec="group8", kind="qwen2", device="pretended"),
     Case(percent=(20, 0, 100, 0, 100, 0), device="pretended", sep_layer=False, num_gpu_batches=1),
+    Case(percent=(0, 50, 0, 0, 0, 100), kind="qwen3-5", lengths=(5, 9, 2, 7)),
 ]
 
 
