@@ -38,6 +38,7 @@ EXPERT_STATES = MLP_STATES + 1
 FEW_ROWS = 128  # are always computed at once
 SHARED = "mlp.shared_experts"
 EXPERTS = "mlp.experts."  # so begin their names
+INTO_LATENT, OUT_OF_LATENT = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
 VISITS_OF_A_SLICE = 2  # so many times what an mlp costs beside its work: rows are sorted and gathered, and sums made
 
 
@@ -77,6 +78,7 @@ class Mixture:
     shared: int = 0  # width of an mlp that all tokens pass through beside theirs; 0: there is none
     shared_name: str = SHARED
     behind: int = 0  # width of an mlp that stands behind them; 0: there is none
+    latent: int = 0  # width of what they get and make, between two matrices of all; 0: that of the hidden states
     of_chosen: bool = False  # the weights are a softmax of the scores of the chosen ones alone
     router: str = "mlp.gate"
     router_bias: bool = False
@@ -99,7 +101,7 @@ class Routed(NamedTuple):
     """The hidden states between the slices of a layer, which lie side by side in values of their type."""
 
     hidden: Tensor  # (rows, tokens, width)
-    normed: Tensor
+    normed: Tensor  # as experts get it
     total: Tensor  # of the experts so far, fp32
     weights: Tensor  # (rows, tokens, chosen), fp32
     experts: Tensor  # alike, int32
@@ -109,15 +111,17 @@ class Routed(NamedTuple):
         return Chosen(self.weights, self.experts)
 
     @classmethod
-    def of(cls, joined: Tensor, width: int, chosen: int) -> Routed:
-        """Views into it."""
-        hidden, normed, rest = joined.split((width, width, joined.shape[-1] - 2 * width), dim=-1)
-        total, weights, experts = rest.view(torch.float32).split((width, chosen, chosen), dim=-1)
+    def of(cls, joined: Tensor, width: int, chosen: int, latent: int = 0) -> Routed:
+        """Views into it. `latent`: the width of what experts get, if that is another one."""
+        own = latent or width
+        hidden, normed, rest = joined.split((width, own, joined.shape[-1] - width - own), dim=-1)
+        total, weights, experts = rest.view(torch.float32).split((own, chosen, chosen), dim=-1)
         return cls(hidden, normed, total, weights, experts.view(torch.int32))
 
     @staticmethod
-    def width(width: int, chosen: int, dtype: str) -> int:
-        return 2 * width + (width + 2 * chosen) * FLOAT_BYTES // DTYPE_BYTES[dtype]
+    def width(width: int, chosen: int, dtype: str, latent: int = 0) -> int:
+        own = latent or width
+        return width + own + (own + 2 * chosen) * FLOAT_BYTES // DTYPE_BYTES[dtype]
 
 
 class MixtureOfExperts(Decoder):
@@ -157,10 +161,10 @@ class MixtureOfExperts(Decoder):
     def _slice(self, width: int, own: range, is_last: bool, origin: Origin) -> LayerSpec:
         """The layer of some experts. The first also routes, and the last adds the sum to the hidden states."""
         mixture, is_first = self._mixture, own.start == 0
-        experts = {number: self.expert(number, width) for number in own}
+        experts = {number: self.expert(number, mixture.latent or width) for number in own}
         last = [self.behind_experts(width)] if is_last else []
         parameters = layout.joined(*([self.routing(width)] if is_first else []), *experts.values(), *last)
-        handed_on = Routed.width(width, mixture.chosen, origin.dtype)
+        handed_on = Routed.width(width, mixture.chosen, origin.dtype, mixture.latent)
         functions = [MixtureOfExperts.routed] * is_first + [MixtureOfExperts.given_to_experts]
         functions += [MixtureOfExperts.with_total] * is_last
         made = layout.layer(functions[0], parameters, width if is_last else handed_on, origin)
@@ -186,7 +190,8 @@ class MixtureOfExperts(Decoder):
         router = layout.router(mixture.router, mixture.experts, width, mixture.router_bias, self.routes_wide)
         bias = self._traits.mlp_bias
         shared = self.names_of_shared.parameters(width, mixture.shared, bias) if mixture.shared else {}
-        return layout.joined(norm, router, shared)
+        latent = layout.linear(INTO_LATENT, mixture.latent, width, bias) if mixture.latent else {}
+        return layout.joined(norm, router, shared, latent)
 
     @property
     def norm_of_experts(self) -> str | None:
@@ -195,24 +200,32 @@ class MixtureOfExperts(Decoder):
 
     def behind_experts(self, width: int) -> layout.Parameters:
         """What stands behind the experts."""
-        return {}
+        latent = self._mixture.latent
+        return layout.linear(OUT_OF_LATENT, width, latent, self._traits.mlp_bias) if latent else {}
 
     # -- the functions of layers -------------------------------------------------------------------------------------------
 
     def routed(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, mixture = self.normed(hidden, weights, self.norm_of_experts), self._mixture
-        handed_on = Routed.width(self.spec.width, mixture.chosen, self.spec.dtype)
+        handed_on = Routed.width(self.spec.width, mixture.chosen, self.spec.dtype, mixture.latent)
         out = hidden.new_empty(*hidden.shape[:-1], handed_on)
-        state = Routed.of(out.view(-1, handed_on), self.spec.width, mixture.chosen)
-        state.hidden.copy_(hidden.flatten(0, -2))
-        state.normed.copy_(x.flatten(0, -2))
+        state = self._state(out.view(-1, handed_on))
+        kept, given_on = hidden, x
+        if mixture.latent:  # the sum of experts is of another width than what all tokens pass through beside them
+            kept = self.added(self.gated(x, weights, self.names_of_shared), hidden) if mixture.shared else hidden
+            given_on = tensor_ops.linear(x, weights, INTO_LATENT)
+        state.hidden.copy_(kept.flatten(0, -2))
+        state.normed.copy_(given_on.flatten(0, -2))
         scored = self.scored(hidden, x, weights)
         rows = scored._replace(scores=scored.scores.flatten(0, -2))
         route(rows, self.router_rule, state.chosen, state.total)
         given.chosen(state.experts)
-        if mixture.shared:
+        if mixture.shared and not mixture.latent:
             self.add_shared(x, weights, state.total)
         return out
+
+    def _state(self, joined: Tensor) -> Routed:
+        return Routed.of(joined, self.spec.width, self._mixture.chosen, self._mixture.latent)
 
     def scored(self, hidden: Tensor, x: Tensor, weights: Weights) -> RouterScores:
         """What the router says (rows, tokens, experts) of hidden states, and of x, their norm."""
@@ -241,7 +254,7 @@ class MixtureOfExperts(Decoder):
         """Adds what these experts make of the tokens that they were given."""
         overwrites = given.may_overwrite and joined.is_contiguous()
         out = joined if overwrites else joined.clone(memory_format=torch.contiguous_format)
-        state = Routed.of(out.flatten(0, -2), self.spec.width, self._mixture.chosen)
+        state = self._state(out.flatten(0, -2))
         own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
         for asked in map(self.as_given, self._asked(state, own, weights)):
             made = self.made_by(asked, weights)
@@ -285,8 +298,9 @@ class MixtureOfExperts(Decoder):
         return tensor_ops.gated_each(self._gating, gate, up, counts)
 
     def with_total(self, joined: Tensor, weights: Weights, given: Given) -> Tensor:
-        state = Routed.of(joined, self.spec.width, self._mixture.chosen)
-        return self.added(state.total.to(joined.dtype, copy=True), state.hidden)
+        state = self._state(joined)
+        made = state.total.to(joined.dtype, copy=True)
+        return self.added(tensor_ops.linear(made, weights, OUT_OF_LATENT) if self._mixture.latent else made, state.hidden)
 
 
 class ExpertGroup(NamedTuple):

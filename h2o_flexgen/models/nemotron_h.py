@@ -28,7 +28,7 @@ from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.layout import Origin
 from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, Traits
 from h2o_flexgen.models.mamba import IN_FILES, KERNEL, KEYS, VECTORS, Mamba, ScanBiases, ScanHeads
-from h2o_flexgen.models.mixture import SHARED, ExpertGroups, Mixture
+from h2o_flexgen.models.mixture import INTO_LATENT, OUT_OF_LATENT, SHARED, ExpertGroups, Mixture
 from h2o_flexgen.models.norms import NormPlaces
 
 SCAN, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"  # what configs call the kinds of blocks
@@ -53,7 +53,7 @@ class NemotronH(Mamba, CorrectedMixture):
         **dict.fromkeys(("mamba_head_dim", "ssm_state_size"), Whole(MOST_HEAD_DIM)),
         "conv_kernel": CONVOLVED_TOKENS,
         "layer_norm_epsilon": Number(0.0, 1.0),
-        "moe_shared_expert_intermediate_size": Whole(MOST_WIDTH),
+        **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size"), Whole(MOST_WIDTH)),
         **dict.fromkeys(("use_conv_bias", "use_bias"), Flag()),
         **dict.fromkeys(("n_group", "topk_group"), Whole(MOST_EXPERTS, may_be_zero=True)),
     }
@@ -63,13 +63,14 @@ class NemotronH(Mamba, CorrectedMixture):
         r"^model\.norm_f\.": "model.norm.",
         r"^(model\.layers\.\d+)\.norm\.": r"\1.input_layernorm.",
         r"\.mixer\.([qkvo])_proj\.": r".self_attn.\1_proj.",
-        r"\.mixer\.(up_proj|down_proj|gate|experts|shared_experts)\b": r".mlp.\1",
+        r"\.mixer\.(up_proj|down_proj|gate|experts|shared_experts|fc[12]_latent_proj)\b": r".mlp.\1",
         r"\.mixer\.": ".mamba.",
     }
     gguf = GgufArchitecture(
         "nemotron_h",
         {
             **weights(ATTENTION, FIRST_NORM, UNGATED_MLP, EXPERTS, ROUTER, shared_expert(SHARED)),
+            **weights({"ffn_latent_down": INTO_LATENT, "ffn_latent_up": OUT_OF_LATENT}),
             **CORRECTION_IN_FILES,
             **IN_FILES,
         },
@@ -110,8 +111,8 @@ class NemotronH(Mamba, CorrectedMixture):
             raise ValueError(f"layers_block_type has {shown(min(unknown))}, which is not known; give another model")
         if not 0 < len(config.layers_block_type) <= BLOCKS:
             raise ValueError(f"layers_block_type names {len(config.layers_block_type)} blocks; download the model again")
-        if getattr(config, "moe_latent_size", None) is not None:
-            raise ValueError(f"moe_latent_size is {shown(config.moe_latent_size)}: experts of latent vectors are not computed")
+        if (config.hidden_size + (getattr(config, "moe_latent_size", None) or 0)) % 2:  # fp32 follows them in 16 bits
+            raise ValueError(f"moe_latent_size is {shown(config.moe_latent_size)}, an odd number; give another model")
         super().__init__(config, dtype, sep_layer, name)
 
     @staticmethod
@@ -146,7 +147,8 @@ class NemotronH(Mamba, CorrectedMixture):
     def mixture_of(config: Config) -> Mixture:
         sizes = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size, bool(config.norm_topk_prob)
         groups, factor = ExpertGroups.of(config, BEST_OF_GROUP), float(config.routed_scaling_factor)
-        return Mixture(*sizes, config.moe_shared_expert_intermediate_size, groups=groups, factor=factor)
+        shared, latent = config.moe_shared_expert_intermediate_size, getattr(config, "moe_latent_size", None) or 0
+        return Mixture(*sizes, shared, groups=groups, factor=factor, latent=latent)
 
     @staticmethod
     def attends_in(config: Config, block: int) -> bool:

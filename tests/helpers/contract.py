@@ -52,7 +52,16 @@ POSITIONS_IN_KEYS = ("bloom", "bloom-between", "mpt", "mpt-clipped")  # which ar
 UNLIKE_HEADS = ("gemma4",)  # kinds of models that have more KV heads in some layers than in others
 GATED = ("qwen3-5", "qwen3-5-moe", "qwen3-next")  # with gates of attention, which are not there where the host attends
 # rows have a state in some layers
-OF_MAMBA = ("bamba", "granite-h", "granite-h-dense", "falcon-h1", "falcon-h1-normed", "nemotron-h", "nemotron-h-dense")
+OF_MAMBA = (
+    "bamba",
+    "granite-h",
+    "granite-h-dense",
+    "falcon-h1",
+    "falcon-h1-normed",
+    "nemotron-h",
+    "nemotron-h-latent",
+    "nemotron-h-dense",
+)
 BESIDE_SCANS = ("falcon-h1", "falcon-h1-normed")  # attention stands beside a scan, and does not either where the host attends
 WITH_STATES = (*GATED, "lfm2", "lfm2-short", "lfm2-moe", *OF_MAMBA)
 GGUF, WITH_HEAD = "gguf-", " with its head"  # checkpoints that are GGUF files; and whose head is packed, too

@@ -366,6 +366,8 @@ def _choice_of_nemotron(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_weights_norm(config.norm_topk_prob)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_group_count(config.n_group)
+    if config.moe_latent_size:
+        writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def _choice_of_lfm2(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -635,6 +637,7 @@ NAMES_OF_DELTA = NAMES_BY_PLACE | {
 }
 NAMES_OF_NEXT = NAMES_OF_DELTA | {"linear_attn.in_proj_ba": "ssm_ba"}
 NAMES_OF_SCANS = NAMES | {
+    **{f"mlp.{own}_latent_proj": f"ffn_latent_{part}" for part, own in (("down", "fc1"), ("up", "fc2"))},
     **{f"mamba.{part}": f"ssm_{own}" for part, own in (("in_proj", "in"), ("out_proj", "out"), ("A_log", "a"), ("D", "d"))},
     **{f"mamba.{part}": f"ssm_{own}" for part, own in (("conv1d", "conv1d"), ("dt_proj", "dt"), ("norm", "norm"))},
 }

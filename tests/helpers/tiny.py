@@ -365,6 +365,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, **_MAMBA, "mamba_d_ssm": None, "mamba_rms_norm": True, "rope_parameters": _PLAIN_ROPE},
     ),
     "nemotron-h": ("nemotron_h", {**_NEMOTRON_H, "use_bias": True, "mlp_bias": True, "n_group": 2, "topk_group": 1}),
+    "nemotron-h-latent": ("nemotron_h", {**_NEMOTRON_H, "moe_latent_size": 96}),
     "nemotron-h-dense": (
         "nemotron_h",
         {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
