@@ -133,7 +133,8 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[s
     case = replace(case, policy=(), percent=percent, gen_len=random.randint(4, 14))
     params = [random_params(random, case.gen_len) for _ in case.lengths]
     try:
-        wanted, plain = generate(replace(case, device="cpu"), params, checkpoints, offload)
+        with sound() if case.device == CLOCKED else nullcontext():
+            wanted, plain = generate(case, params, checkpoints, offload)
         with sound() if case.device == CLOCKED else nullcontext(), always(), guessing(texts_of(wanted), seed):
             found, logits = generate(replace(case, policy=(("draft", "ngram"),)), params, checkpoints, offload)
         assert said(found) == said(wanted)
