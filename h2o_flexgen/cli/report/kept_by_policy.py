@@ -22,6 +22,7 @@ from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import ALL, attended
 from h2o_flexgen.session.measured_recall import survival_under
+from h2o_flexgen.session.open_request import with_known_heads
 
 Counted = tuple[Occupancy, int]  # how often there is such a one
 
@@ -45,7 +46,7 @@ class KeptByPolicy:
         if plan.head_budgets is not None:
             yield entry("heads", f"budgets by head: {self._by_head()}; {measured_on(plan.head_budgets)}")
         elif self.source and plan.suits_any_head_budgets and _can_be_measured(self.planned.spec):
-            yield entry("heads", f"all keep as much; what each needs is measured once by: {PROGRAM} --model {self.source}")
+            yield entry("heads", f"all keep as much; {_how_to_differ(plan, self.source)}")
         if self.source and not plan.policy.keeps_all:
             yield facts_kept(plan, self.source)
         if plan.probe is not None:
@@ -183,6 +184,12 @@ def _can_be_measured(spec: ModelSpec) -> bool:
     """Whether `calibrate` takes such a model."""
     has_like_heads = len({own.kv_heads for own in spec.of_heads}) == 1
     return has_like_heads and not spec.state_layers and spec.attention_cap is None
+
+
+def _how_to_differ(plan: Plan, source: str) -> str:
+    if with_known_heads(plan, source).head_budgets is not None:
+        return "what each needs is known, and --head-budgets auto goes by it"
+    return f"what each needs is measured once by: {PROGRAM} --model {source}"
 
 
 def measured_on(budgets: HeadBudgets) -> str:

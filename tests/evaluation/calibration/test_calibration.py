@@ -132,7 +132,9 @@ def test_what_is_measured_for_no_file_is_kept_for_all_runs_of_the_model(
     ran = command(run.main, *asked)
     assert ran.json["plan"]["head_budgets"]["checksum"] == budgets.checksum
     assert any(line.startswith("heads ") and told.json["output"] in line for line in ran.out)
-    assert command(run.main, *asked, "--head-budgets", "equal").json["plan"]["head_budgets"] is None
+    equal = command(run.main, *asked, "--head-budgets", "equal")
+    assert equal.json["plan"]["head_budgets"] is None
+    assert "heads     all keep as much; what each needs is known, and --head-budgets auto goes by it" in equal.out
     assert command(run.main, *asked, "--dummy-weights").json["plan"]["head_budgets"] is None
     assert command(run.main, *asked[2:]).json["plan"]["head_budgets"] is None
 
