@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from h2o_flexgen.checkpoints.adapters import WEIGHTS
 from h2o_flexgen.cli.slow import unrecorded_reason
 from h2o_flexgen.core.prefix_groups import OWN_TOKENS, adapter_of, bytes_of, text_under, under
 from h2o_flexgen.core.site import HOST
+from h2o_flexgen.engine.graphs import BY_ADAPTERS, StepGraphs
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_maker import workload_of
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX
@@ -86,7 +89,7 @@ class Adapted:
         prompts = prompts or [PROMPT] * len(names)
         params = [SamplingParams(max_tokens=STEPS, lora_name=name) for name in names]
         with self.open(any(names), **options) as llm:
-            made = llm.generate(prompts, params, on_logits=lambda row, step, own: logits.update({(row, step): own.clone()}))
+            made = llm.generate(prompts, params, on_logits=partial(keep, logits))
         return [one.token_ids for one in made], logits
 
 
@@ -317,16 +320,39 @@ def test_answers_depend_on_the_adapters_that_there_are(llama: Adapted) -> None:
         assert model_settings(llm)[0] != settings[1], "another one by the same name"
 
 
-def test_recorded_steps_go_on_without_those_who_have_adapters(llama: Adapted) -> None:
-    with llama.open() as llm:
-        llm.generate([PROMPT] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
-        assert llm.stats is not None and not llm.stats.unrecorded
-        replayed = llm.stats.replayed
-        llm.generate([PROMPT] * 2, SamplingParams(max_tokens=8, lora_name="one", ignore_eos=True))
-        assert replayed > 0 == llm.stats.replayed
-        assert {*llm.stats.unrecorded.values()} == {"rows have adapters"}
-        (line,) = unrecorded_reason(llm.stats.unrecorded)
-        assert "rows have adapters" in line and "report" not in line
+def keep(logits: dict[tuple[int, int], Tensor], row: int, step: int, own: Tensor) -> None:
+    logits[row, step] = own.clone()
+
+
+@pytest.mark.parametrize("plan", [{}, {"percent": ON_DISK}, {"weight_codec": "group4"}, {"dtype": "bfloat16"}], ids=str)
+def test_recorded_steps_have_the_bits_of_those_that_are_not(plan: dict[str, Any], llama: Adapted) -> None:
+    """Also behind a row that has left, with an adapter of its own."""
+
+    def said(graphs: str) -> tuple[list[tuple[int, ...]], dict[tuple[int, int], Tensor], int]:
+        logits: dict[tuple[int, int], Tensor] = {}
+        params = [SamplingParams(max_tokens=16 - 5 * (name == "two"), lora_name=name, ignore_eos=True) for name in NAMES]
+        with llama.open(graphs=graphs, **plan) as llm:
+            made = llm.generate(
+                [PROMPT] * 4, params, on_logits=lambda row, step, own: logits.update({(row, step): own.clone()})
+            )
+            assert llm.stats is not None and not llm.stats.unrecorded
+            return [one.token_ids for one in made], logits, llm.stats.replayed
+
+    found, wanted = said("on"), said("off")
+    assert found[2] > 0 == wanted[2] and found[0] == wanted[0]
+    assert all(torch.equal(found[1][place], logits) for place, logits in wanted[1].items())
+
+
+def test_graphs_of_a_gpu_go_on_without_rows_that_have_adapters() -> None:
+    def rows(*adapters: int) -> Any:
+        return SimpleNamespace(parts=[SimpleNamespace(now=SimpleNamespace(is_prefill=False), ahead=(), adapters=adapters)])
+
+    for is_gpu in (True, False):
+        graphs = StepGraphs(SimpleNamespace(accelerator=is_gpu), False, lambda *_: True, lambda *_: ())  # type: ignore[arg-type]
+        assert graphs.take(rows()) and not graphs.met_adapters
+        assert graphs.take(rows(0, 1)) == (not is_gpu) and graphs.met_adapters == is_gpu
+    (line,) = unrecorded_reason({"a layer": BY_ADAPTERS})
+    assert "rows have adapters" in line and "report" not in line
 
 
 def test_python_asks_as_with_vllm(llama: Adapted) -> None:

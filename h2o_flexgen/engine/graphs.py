@@ -108,13 +108,15 @@ class Kind(NamedTuple):
     stores_singly: tuple[bool, ...]
     shared: tuple[SharedPrefix | None, ...]  # what each row shares with others
     prefixes: tuple[int, ...]  # where that lies
+    adapters: tuple[int, ...]  # of each row
 
     @classmethod
     def of(cls, rows: BatchRows, where: Where) -> Kind:
-        now = rows.parts[0].now
-        slots = [level.slots for level in rows.parts[0].levels]
+        part = rows.parts[0]
+        now, slots = part.now, [level.slots for level in part.levels]
         evicts, stores = tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots)
-        return cls(rows.generation, rows.size, evicts, stores, now.prefixes, where(rows.prefixes) if now.prefixes else ())
+        shared = now.prefixes, where(rows.prefixes) if now.prefixes else ()
+        return cls(rows.generation, rows.size, evicts, stores, *shared, part.adapters)
 
     def is_like(self, other: Kind) -> bool:
         """Whether other rows have the same work, if none shares a prefix."""
@@ -156,6 +158,8 @@ class _Batch:
         """`before`: the batch with the rows that it had before."""
         levels = tuple(replace(now, table=now.table.clone()) for now in part.levels)
         batch = cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
+        if batch.part.adapted is not None:
+            batch.part.adapted.make_ready()
         if before is not None and before.kind.is_like(kind):
             batch._make_ready(before)
         return batch
@@ -208,13 +212,14 @@ class StepGraphs:
         return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 
     def take(self, rows: BatchRows) -> bool:
-        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, with a token of each, and no
-        adapters beside the weights."""
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, with a token of each. On an
+        accelerator no row may have an adapter."""
         (part, *others) = rows.parts
         if others or part.now.is_prefill or part.ahead or self.given_up is not None:
             return False
-        self.met_adapters |= bool(part.adapters)
-        return not part.adapters
+        is_beside = bool(part.adapters) and self._device.accelerator
+        self.met_adapters |= is_beside
+        return not is_beside
 
     def is_past(self, task: Task) -> bool:
         """Whether a chain has computed it."""
@@ -269,7 +274,7 @@ class StepGraphs:
                 self.given_up = reason
 
     def _captured(self, batch: _Batch, hidden: Tensor | None, work: LayerWork) -> Graph:
-        likeness = None if self._device.accelerator else work.likeness()
+        likeness = None if self._device.accelerator or batch.part.adapters else work.likeness()
         if likeness is not None and (made := batch.like.made(likeness)) is not None:
             return Graph(made, ())
         afterwards = list[Afterwards]()

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.native import RECORDER
 from h2o_flexgen.kernels.operations import steady_product
 
 AT_ONCE = 256  # rows of an adapter: what they add is held beside what they are added to
@@ -39,6 +41,11 @@ class AdaptedRows:
     device: torch.device
     _known: dict[tuple[int, int], Sequence[Tensor]] = field(default_factory=dict)
 
+    def make_ready(self) -> None:
+        """Makes the places of rows of one token, which no recording can make."""
+        for number in {*self.numbers} - {0}:
+            self.places(number, 1)
+
     def places(self, number: int, tokens: int) -> Sequence[Tensor]:
         """The places of the tokens that have an adapter among those of all rows, some at a time. `tokens`: of each row."""
         key = number, tokens
@@ -59,10 +66,19 @@ class AdaptedMatrix:
         """The products `out` of the matrix with rows x, and what the adapters of rows add to them."""
         given, made = x.values.reshape(x.rows, -1), out.flatten(0, -2)
         assert x.rows % len(self.rows.numbers) == 0, "each row has as many tokens"
+        recorder = RECORDER.get()
         for number, own in self.by_number.items():
             for places in self.rows.places(number, x.rows // len(self.rows.numbers)):
-                made[places] = (made[places].float() + own.of(given[places])).to(out.dtype)
+                if recorder is None:
+                    _add(own.factor, made, given, places, own.a, own.b)
+                else:
+                    recorder.by_torch(partial(_add, own.factor), (given, places, own.a, own.b), made)
         return made.view(out.shape)
+
+
+def _add(factor: float, made: Tensor, given: Tensor, places: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds to the products of the rows that have an adapter what it adds."""
+    made[places] = (made[places].float() + LowRankMatrices(a, b, factor).of(given[places])).to(made.dtype)
 
 
 def bare(matrix: Any) -> Any:
