@@ -35,6 +35,10 @@ class BatchMasks:
         if not held:
             made.set()
 
+    @property
+    def tries(self) -> bool:
+        return bool(self._tried)
+
     def make(self) -> None:
         """The work of the thread."""
         try:
@@ -57,8 +61,8 @@ class BatchMasks:
                 raise RowBroken(place, str(error)) from error
         return TokenMasks(self._bits, [self._numbers[row.row] if row.row in self._has_mask else -1 for row in rows])
 
-    def refuse(self, rows: Sequence[RowState], tokens: Sequence[int]) -> bool:
-        """Makes the masks of rows of which the likeliest token may not come, and returns whether there are any."""
+    def refuse(self, rows: Sequence[RowState], tokens: Sequence[int]) -> TokenMasks | None:
+        """Makes the masks of rows of which the likeliest token may not come; None if there are none."""
         found = False
         for row, token in zip(rows, tokens):
             constraint = self._tried.get(row.row)
@@ -66,7 +70,7 @@ class BatchMasks:
                 self._make(row.row, constraint)
                 self._has_mask.add(row.row)
                 found = True
-        return found
+        return self.of(rows) if found else None
 
 
 class RowBroken(ConstraintBroken):

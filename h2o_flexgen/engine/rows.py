@@ -359,10 +359,8 @@ class BatchRows:
         params, indices, histories = zip(*[(row.params, row.index, row.history) for row in rows])
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
         with _naming(rows):
-            sample = partial(sampler.sample, logits, params, indices, steps, histories, given, self._upload, self._read_back)
-            picked = sample(None if made is None else made.of(rows))
-            if made is not None and made.refuse(rows, picked.tokens.tolist()):
-                picked = sample(made.of(rows))
+            held = (None, None) if made is None else (made.of(rows), partial(made.refuse, rows) if made.tries else None)
+            picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back, *held)
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
             if known is None and on_logits is not None:

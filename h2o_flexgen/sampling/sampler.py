@@ -12,6 +12,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,13 +55,17 @@ class Sampler:
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
         masks: TokenMasks | None = None,  # of rows that are held to something
+        refuse: Callable[[Sequence[int]], TokenMasks | None] | None = None,  # gets tokens; the masks with which all pick again
     ) -> Picked:
         """Reads back what was picked, and log-probabilities where they are asked for: whatever is forbidden, and however scores
         are changed, these are the model's own."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         changes = score_changes(params, histories, logits.shape[-1])
         draws = None if all(one.is_greedy for one in distinct(params)) else self._draws(params, rows, steps, histories)
-        found, best = pick_tokens(logits, draws, changes, upload, PICKED_VALUES, masks)
+        pick = partial(pick_tokens, logits, draws, changes, upload, PICKED_VALUES)
+        found, best = pick(masks)
+        if refuse is not None and (further := refuse(read_back(found[0]).tolist())) is not None:
+            found, best = pick(further)
         picked = found[0]
         tokens = _with_given(picked, given, upload)
         found = found if tokens is picked else torch.stack((tokens, found[1]))
