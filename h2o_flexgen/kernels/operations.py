@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import repeat
 from math import inf
 
 import torch
@@ -84,7 +85,12 @@ from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, TokenMasks, Upload
 from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.kernels.routing import Chosen, GatheredRows, RouterRule, RouterScores
-from h2o_flexgen.kernels.row_functions import clamped_silu_twin, gated_gelu_tanh_twin, gated_silu_twin
+from h2o_flexgen.kernels.row_functions import (
+    clamped_silu_twin,
+    gated_gelu_tanh_twin,
+    gated_relu_squared_twin,
+    gated_silu_twin,
+)
 
 Counts = Sequence[int] | CountedRows  # how many rows each expert has: known here, or to memory alone
 SIZES_KNOWN = 1024  # prompts come with many numbers of rows
@@ -525,6 +531,12 @@ def gated_gelu_tanh_of_each(gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
     return _of_each(function, function is gated_gelu_tanh_twin, gate, up, counts)
 
 
+def gated_relu_squared_of_each(x: Tensor, counts: Counts) -> Tensor:
+    """The same with the square of relu, and without another factor."""
+    function = _required(GATED_RELU_SQUARED, PLAIN, x)
+    return _of_each(function, function is gated_relu_squared_twin, x, None, counts)
+
+
 def clamped_silu_of_each(gate: Tensor, up: Tensor, counts: Counts, limit: float, alpha: float) -> Tensor:
     """The same with silu of alpha * gate, times (up + 1) / alpha. The gate counts as no higher than the limit, and up is within
     it. May overwrite both."""
@@ -533,12 +545,13 @@ def clamped_silu_of_each(gate: Tensor, up: Tensor, counts: Counts, limit: float,
     return _of_each(limited, function is clamped_silu_twin, gate, up, counts)
 
 
-def _of_each(function: Function, is_twin: bool, gate: Tensor, up: Tensor, counts: Counts) -> Tensor:
+def _of_each(function: Function, is_twin: bool, gate: Tensor, up: Tensor | None, counts: Counts) -> Tensor:
     if isinstance(counts, CountedRows):
         counted: Tensor = function(gate, up) if is_twin else function(gate, up, counted=counts)
         return counted
     if is_twin:
-        return torch.cat([function(*own) for own in zip(gate.split(list(counts)), up.split(list(counts)))])
+        ups = repeat(None) if up is None else up.split(list(counts))
+        return torch.cat([function(*own) for own in zip(gate.split(list(counts)), ups)])
     out: Tensor = function(gate, up)
     return out
 

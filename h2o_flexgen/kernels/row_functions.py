@@ -176,8 +176,8 @@ def gated_relu_twin(gate: Tensor, up: Tensor | None) -> Tensor:
     return _times(torch.relu_(gate), up)
 
 
-def gated_relu_squared(gate: Tensor, up: Tensor | None) -> Tensor:
-    return _gated(gate, up, RELU_SQUARED)
+def gated_relu_squared(gate: Tensor, up: Tensor | None, counted: CountedRows | None = None) -> Tensor:
+    return _gated(gate, up, RELU_SQUARED, counted)
 
 
 def gated_relu_squared_twin(gate: Tensor, up: Tensor | None) -> Tensor:

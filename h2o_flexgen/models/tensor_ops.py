@@ -32,6 +32,7 @@ from h2o_flexgen.kernels.operations import (
     gated_quick_gelu,
     gated_relu,
     gated_relu_squared,
+    gated_relu_squared_of_each,
     gated_silu,
     gated_silu_of_each,
     plain_product,
@@ -195,8 +196,10 @@ def refuse_other_than_silu(name: str) -> None:
 
 def activated_each(gating: Gating, x: Tensor, counts: Counts) -> Tensor:
     """An activation of rows (rows, width), of which so many, one behind the other, do not depend on the rest."""
+    if gating is gated_relu_squared:
+        return gated_relu_squared_of_each(x, counts)
     if isinstance(counts, CountedRows):
-        raise CannotBeRecorded("experts without a gate are not computed where memory counts their rows")
+        raise CannotBeRecorded("only the square of relu is an activation of rows that memory counts")
     return torch.cat([gating(own) for own in x.split(list(counts))])
 
 

@@ -13,7 +13,7 @@ from h2o_flexgen.formats.kernel_table import INT8_PRODUCT, PRODUCT
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import Matrix, SteadyMatrix, counted_linear_of_each, linear_of_each
-from h2o_flexgen.kernels.operations import add_weighted, clamped_silu_of_each, gated_silu_of_each
+from h2o_flexgen.kernels.operations import add_weighted, clamped_silu_of_each, gated_relu_squared_of_each, gated_silu_of_each
 from h2o_flexgen.kernels.recording import CallRecording, CannotBeRecorded
 from h2o_flexgen.kernels.working_room import WorkingRoom
 from tests.kernels.test_several_products import INPUTS, OUTPUTS, matrix_of
@@ -91,7 +91,8 @@ def test_gates_and_sums_are_those_of_rows_that_are_known(variant: str, dtype: to
     def computed(counts: Sequence[int] | CountedRows, there: int) -> None:
         silu = gated_silu_of_each(gate[:there].clone(), up[:there], counts)
         clamped = clamped_silu_of_each(other[:there].clone(), up[:there].clone(), counts, 7.0, 1.702)
-        for rows in (silu, clamped):
+        squared = gated_relu_squared_of_each(other[:there].clone(), counts)
+        for rows in (silu, clamped, squared):
             add_weighted(sums, rows, weights[:there], to[:there], counts)
 
     with used(variant):

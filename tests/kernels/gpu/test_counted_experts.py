@@ -97,7 +97,7 @@ class ASlice(MixtureOfExperts):
     """A model that has nothing but some experts."""
 
     def __init__(self) -> None:
-        self._mixture = Mixture(EXPERTS, 3, INNER, sums_to_one=True)
+        self._mixture, self._traits = Mixture(EXPERTS, 3, INNER, sums_to_one=True), Traits()
         self._slices, self._gating = [range(2), OWN, range(6, 7)], gating("silu")
         self._names = [mixture.MlpNames.of(f"mlp.experts.{number}") for number in range(EXPERTS)]
         self.spec = type("", (), {"width": WIDTH})()
