@@ -52,7 +52,7 @@ from h2o_flexgen.models import base
 from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
-from h2o_flexgen.planning.plan import NGRAM, Plan
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.schedule.ops import Lanes, Op, Task, Visit, longest_by_kind, sum_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.trace import Trace
@@ -474,7 +474,7 @@ class Engine:
         there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back, masks
         spares = planned.schedule.traffic.spares_passes(place)
         room = self._room_of_pass(batch, planned.schedule.traffic.moves_hidden(place))
-        drafts = Drafts(room - batch.size) if spares and self._plan.draft == NGRAM else None
+        drafts = Drafts(room - batch.size) if planned.guesses(place) else None
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there, drafts, spares)
         most_ahead = 0 if drafts is None else max(0, room // batch.size - 1)

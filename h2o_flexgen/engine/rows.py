@@ -26,6 +26,7 @@ from h2o_flexgen.kernels.adapted_matrix import AdaptedRows
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.working_space import attended_together
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
@@ -141,6 +142,7 @@ class BatchRows:
         self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
         self._mask_maker = masks
         self._drafts = drafts
+        self._attended_at_once = attended_together(batch.size, drafts is not None)
         self._most_ahead = most_ahead
         self._slots = dict[int, Sequence[Occupancy]]()  # of each row, at each level, where rows are at steps of their own
         if drafts is not None and batch.seats is None:
@@ -461,16 +463,20 @@ class BatchRows:
 
     def _grouped(self, more: Sequence[int]) -> Sequence[_Group]:
         """Tokens that are attended in one call, for so many of each row: those of a row where all is kept and attended, or else
-        those that rows have in one turn. The fewer calls, the better."""
+        those that rows have in one turn. The fewer calls, the better, but none has more tokens than the plan has room for."""
         in_turn = [
             _Group(rows, [(place, turn) for place in range(rows.start, rows.stop)], False)
             for turn in range(max(more))
             for rows in _neighbours([turn < count for count in more])
         ]
         by_row = [
-            _Group(slice(place, place + 1), [(place, turn) for turn in range(count)], True)
+            _Group(
+                slice(place, place + 1),
+                [(place, turn) for turn in range(start, min(count, start + self._attended_at_once))],
+                True,
+            )
             for place, count in enumerate(more)
-            if count
+            for start in range(0, count, self._attended_at_once)
         ]
         return by_row if len(by_row) < len(in_turn) and all(policy.attends_all for policy in self._policies) else in_turn
 

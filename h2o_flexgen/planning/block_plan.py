@@ -25,7 +25,7 @@ from h2o_flexgen.planning.placement import (
     state_layouts,
     traffic,
 )
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.pipeline import Pipeline
@@ -115,6 +115,14 @@ class BlockPlan:
             return PromptPlaces(layout, 1)
         parts = self.block.batches[place[1]].kinds_of_parts(self.plan.prefill_tokens)
         return PromptPlaces(layout.of_rows(max(part.size for part in parts)), min(2, sum(parts.values())))
+
+    def guesses(self, batch: int) -> bool:
+        """Whether tokens of a batch are guessed: only where a pass fewer moves less."""
+        return self.plan.draft != OFF and self.schedule.traffic.spares_passes(batch)
+
+    @property
+    def guesses_any(self) -> bool:
+        return any(map(self.guesses, range(len(self.block.batches))))
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:

@@ -65,7 +65,7 @@ def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, in
 def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
     """The footprint of a block. `scored_at_once`: positions of prompts for which logits are made together; 0 if only the last
     of each row has logits. Of several devices it has the parts of the one that holds most, and what all need of the host."""
-    each = [_parts(section, site, scored_at_once) for section in planned.sections]
+    each = [_parts(section, site, scored_at_once, planned.guesses_any) for section in planned.sections]
     if len(each) == 1:
         return Footprint(each[0])
     held = {DEVICE: max((parts[DEVICE] for parts in each), key=lambda parts: sum(parts.values()))}
@@ -80,8 +80,8 @@ def _together(name: str, of_sections: Sequence[int]) -> int:
     return max(of_sections) if name in SHARED else sum(of_sections)
 
 
-def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
-    """What a block holds, or one device's section of it."""
+def _parts(planned: BlockPlan, site: Site, scored_at_once: int, guesses: bool) -> Parts:
+    """What a block holds, or one device's section of it. `guesses`: tokens of the block are guessed."""
     spec, schedule = planned.spec, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.traffic.accelerator else HOST
@@ -92,7 +92,7 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
     if compute == DEVICE:
         parts[HOST]["loading"] = max(map(loading_bytes, spec.unlike_tensors))
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
-    parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once)
+    parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once, guesses)
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)

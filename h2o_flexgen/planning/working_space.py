@@ -56,6 +56,7 @@ COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 NUMBER_BYTES = 8  # of a slot
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
+AHEAD_TOGETHER = 8  # tokens of a row behind its newest that are attended in one call, where tokens are guessed
 BROUGHT = 3  # times the values of a key, of two values of a head, and of what a token has to do with others of its chunk
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
 RECORDED_BYTES = 16 << 10  # of the calls of a layer and batch on a CPU, and of what they are given
@@ -80,7 +81,12 @@ class LevelHeads(NamedTuple):
         return [cls(spec.with_kv_heads(count), policy, occupancy) for spec, (policy, occupancy, count) in pairs if count]
 
 
-def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
+def attended_together(rows: int, guesses: bool) -> int:
+    """The most tokens that a decode step attends in one call. Those that a row has behind its newest come in pieces."""
+    return max(rows, AHEAD_TOGETHER) if guesses else rows
+
+
+def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int, guesses: bool = False) -> int:
     spec, plan, batches = planned.spec, planned.plan, planned.block.batches
     slots = ([level.capacity for level in levels] for levels in zip(*planned.kv.occupancies))
     moves = [planned.schedule.traffic.moves_hidden(at) for at in range(len(batches))]
@@ -88,7 +94,7 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
         (batch.lengths, batch.seen, tuple(own), batch.longest_prefix, moves[at]): at
         for at, (batch, own) in enumerate(zip(batches, slots))
     }  # most batches are alike
-    most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at]) for at in kinds.values())
+    most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at], guesses) for at in kinds.values())
     has_graphs = plan.may_capture(site.graph_bytes) if site.accelerator else plan.may_record and site.processor.build != TORCH
     if has_graphs:
         most += max(graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
@@ -118,12 +124,20 @@ def _values_at_once(site: Site) -> int:
     return twin_values(site.processor.device if site.processor.build == TORCH else CPU)
 
 
-def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0, moves_hidden: bool = True) -> int:
+def working_bytes(
+    kv: HeldKV,
+    number: int,
+    plan: Plan,
+    site: Site,
+    scored_at_once: int = 0,
+    moves_hidden: bool = True,
+    guesses: bool = False,
+) -> int:
     """Bytes for one batch, most where its hidden states move."""
     spec, batch, levels = kv.spec, kv.block.batches[number], LevelHeads.of(kv, number)
     prompts = prompt_form(spec, batch)
     prefill = max(_prefill_bytes(prompts, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
-    decode = _decode_bytes(spec, plan, levels, site)
+    decode = _decode_bytes(spec, plan, levels, site, guesses)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     scoring = scored * (spec.vocab * (3 * FLOAT_BYTES + spec.itemsize) + _normed_bytes(spec))
     beside = next_hidden_bytes(spec, batch, plan.prefill_tokens, moves_hidden, site.accelerator)
@@ -137,10 +151,13 @@ def picking_bytes(spec: ModelSpec, rows: int) -> int:
     return logits * made + min(logits, max(spec.vocab, PICKED_VALUES)) * PICKING_BYTES
 
 
-def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], site: Site) -> int:
-    """Bytes for a decode step, of the level that needs most. Graphs have as much of their own, which no other work gets."""
+def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], site: Site, guesses: bool = False) -> int:
+    """Bytes for a decode step, of the level that needs most. Graphs have as much of their own, which no other work gets. They
+    have no guesses."""
     rows = levels[0].occupancy.batch.size
-    mixing = max(_states_bytes(spec, site, rows, 1), *(_decode_attention_bytes(at, plan, site) for at in levels))
+    together = attended_together(rows, guesses)
+    attention = (_decode_attention_bytes(at, plan, site, together) for at in levels)
+    mixing = max(_states_bytes(spec, site, rows, 1), *attention)
     return mixing + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
 
 
@@ -156,13 +173,14 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
     return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + heads) + passing
 
 
-def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
-    (spec, policy, occupancy), batch = at, at.occupancy.batch
+def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site, tokens: int) -> int:
+    """Bytes for so many tokens that are attended in one call."""
+    spec, policy, occupancy = at
     slots = attended(policy.recall, occupancy.capacity)
-    scored = batch.size * spec.heads * slots * (8 + 2 * spec.itemsize) + _evicting_bytes(at) + _recalling_bytes(at, site)
-    decoded = batch.size * slots * _decoding_bytes_per_slot(spec, policy, site)
-    decoded += _many_queries_bytes(at, site, slots)
-    return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
+    scored = tokens * spec.heads * slots * (8 + 2 * spec.itemsize) + _evicting_bytes(at) + _recalling_bytes(at, site)
+    decoded = tokens * slots * _decoding_bytes_per_slot(spec, policy, site)
+    decoded += _many_queries_bytes(at, site, slots, tokens)
+    return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, occupancy.batch, tokens, site))
 
 
 def _recalling_bytes(at: LevelHeads, site: Site) -> int:
@@ -192,14 +210,14 @@ def _indexing_bytes(at: LevelHeads, tokens: int, site: Site) -> int:
     return 2 * values * spec.itemsize + of_codes + ENCODING_BYTES * min(values, _values_at_once(site))
 
 
-def _many_queries_bytes(at: LevelHeads, site: Site, slots: int) -> int:
+def _many_queries_bytes(at: LevelHeads, site: Site, slots: int, tokens: int) -> int:
     """Bytes of the kernel in C for KV heads that many query heads attend, over so many slots: its room, and the shares of whole
     tiles."""
-    (spec, _, occupancy), threads = at, site.threads_of(DECODE_ATTENTION, at.spec.dtype)
+    spec, threads = at.spec, site.threads_of(DECODE_ATTENTION, at.spec.dtype)
     laid = ManyQueries.of(spec.heads // spec.kv_heads, slots, spec.head_dim)
     if laid is None or not threads:
         return 0
-    shares = max(laid.kept(occupancy.batch.size * spec.kv_heads), laid.passing(threads))
+    shares = max(laid.kept(tokens * spec.kv_heads), laid.passing(threads))
     return FLOAT_BYTES * (laid.room.end * threads + shares)
 
 

@@ -24,6 +24,7 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Batch, Block, Workload
+from h2o_flexgen.engine.drafts import Drafts
 from h2o_flexgen.engine.head import OfHead, read_prompts
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
@@ -52,7 +53,7 @@ from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.placement import HeldKV, place_weights
-from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
+from h2o_flexgen.planning.plan import DRAFTS, OFF, PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import (
     SLACK,
     LevelHeads,
@@ -62,7 +63,7 @@ from h2o_flexgen.planning.working_space import (
     working_bytes,
 )
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.policies.occupancy import StepSlots
+from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.logits import History
 from h2o_flexgen.sampling.params import SamplingParams
@@ -288,6 +289,33 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
         most = max(passing_bytes(model, plan, batch, gen_len, step) for step in (0, 1, gen_len - 1))
         estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), gen_len)), 0, plan, own_site("cpu", False))
     assert 0.18 * estimate < most <= estimate
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
+def test_many_tokens_ahead_of_one_row_allocate_no_more_in_passing_than_is_estimated(variant: str, draft: str) -> None:
+    """A literal of a regex may be far longer than a block has rows."""
+    config: Any = tiny_config("llama-gqa", **{**LARGER, "max_position_embeddings": 2048}, **WIDER["llama-gqa"])
+    model, cpu, gen_len = create_model(config, "float32", sep_layer=False), torch.device("cpu"), 1500
+    spec, plan, batch = model.spec, Plan.create(draft=draft), Batch((0,), (4,))
+    state = RowState(0, [1] * 4, SamplingParams(max_tokens=gen_len), ByteTokenizer(spec.vocab))
+    drafts = None if draft == OFF else Drafts(100)
+    rows = BatchRows(batch, [state], plan, [plan.policy], gen_len, cpu, drafts=drafts)
+    groups = rows._grouped([60])
+    assert [token for group in groups for token in group.tokens] == [(0, turn) for turn in range(60)]
+    times, occupancy = max(len(group.tokens) for group in groups), plan.policy.occupancy(batch, gen_len)
+    last = [(occupancy, step) for step in range(gen_len - times, gen_len)]
+    now, coding = KVStep.of(Occupancy.apart(last), occupancy.capacity, cpu), Coding.of(spec)
+    image = torch.zeros(coding.sets, 1, spec.kv_heads, now.capacity, coding.width)
+    attend = partial(KVCache(image).repeated(0, times).attend, now)
+    weights = {name: torch.randn(tensor.shape) for name, tensor in spec.layers[1].tensors}
+    hidden, given = torch.randn(times, 1, spec.width), Given(now.text_positions, attend)
+    there = [hidden, image, now.counts, now.positions, now.text_positions, *weights.values()]
+    with used(variant):
+        most = peak_allocated(lambda: computed(model, spec.layers[1], hidden, weights, given), there)
+        held = HeldKV.of(spec, plan, Block((batch,), gen_len))
+        estimate = SLACK * working_bytes(held, 0, plan, own_site("cpu", False), guesses=draft != OFF)
+    assert 0.1 * estimate < most <= estimate
 
 
 @pytest.mark.parametrize("kv_codec", [PLAIN, "group4", "group8"])
