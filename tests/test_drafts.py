@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,13 +17,17 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.drafts import ALLOWED, GRANTED, PLAIN_FIRST, Drafted, Drafts, Lookup, Worth, _OfRow
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kv.layer_cache import LayerCache
+from h2o_flexgen.planning.footprint import LOOKED_UP_BYTES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import Sampler
@@ -337,6 +343,35 @@ def test_what_came_behind_the_longest_of_the_last_tokens_is_guessed() -> None:
     assert look.guess([1, 2, 3, 9, 2, 3, 8, 7, 2, 3, 9, 2, 3], 2) == [8, 7], "behind 3 9 2 3, not behind the newer 2 3"
     assert Lookup().guess([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5], "a text that repeats itself goes on so"
     assert Lookup().guess([5], 3) == Lookup().guess([], 3) == []
+
+
+@pytest.mark.parametrize("tokens", [50, 683, 1400, 5600, 8000])
+def test_what_guesses_are_looked_up_in_takes_no_more_than_is_planned(tokens: int) -> None:
+    """Of a text in which nothing comes twice. A dict is largest where it has just grown."""
+    random = Random(tokens)
+    text = [random.randrange(100_000) for _ in range(tokens)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        look = Lookup()
+        assert look.guess(text, 4) == []
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.6 * LOOKED_UP_BYTES * tokens < most <= LOOKED_UP_BYTES * tokens
+
+
+def test_plans_count_what_guesses_are_looked_up_in(folder: Path) -> None:
+    workload, moved = Workload((30, 20, 9, 7), 12), (0, 0, 0, 0, 0, 0)
+    each: list[tuple[dict[str, Any], int]] = [({}, 4 * 42), ({"draft": "off"}, 0), ({"percent": moved}, 0)]
+    requests = [Request([5 + most] * length, SamplingParams(most)) for length, most in ((30, 5), (2, 12), (9, 33), (40, 1))]
+    for options, tokens in each:
+        with demo(folder, num_gpu_batches=1, **options) as llm:
+            for planned in (llm.check(workload), llm.plan_job(job_of(requests, llm.row_maker))):
+                assert planned.footprint.parts[HOST].get("drafts", 0) == tokens * LOOKED_UP_BYTES, options
+    with demo(folder, gpu_batch_size=1) as llm, llm.converse(200) as talk:
+        assert talk.planned_reply.guesses_any
+        assert llm.loaded.planned(talk.extent.workload).footprint.parts[HOST]["drafts"] == 200 * LOOKED_UP_BYTES
 
 
 def test_a_row_guesses_more_when_it_is_right_and_rests_when_it_is_wrong() -> None:

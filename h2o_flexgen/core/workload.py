@@ -68,6 +68,12 @@ class Batch:
         """Tokens of the longest prefix that its rows share with others."""
         return 0 if self.seats is None else self.seats.prefixes.longest
 
+    def longest_text(self, gen_len: int) -> int:
+        """Tokens of the longest text that a row may have, with its prompt. `gen_len`: how far rows grow that begin together."""
+        if self.seats is not None:
+            return max(need.tokens for need in self.seats.largest) + self.longest_prefix
+        return self.prompt_len + gen_len if self.context is None else self.context
+
     @property
     def lives_on(self) -> bool:
         return self.context is not None

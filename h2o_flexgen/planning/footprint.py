@@ -36,7 +36,8 @@ from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
 from h2o_flexgen.schedule.schedule import Schedule
 
 WEIGHTS = "weights"  # the part that holds weights at rest
-SHARED = ("activations", "loading")  # parts that are there once, however many devices compute
+SHARED = ("activations", "loading", "drafts")  # parts that are there once, however many devices compute
+LOOKED_UP_BYTES = 440  # of Python's dicts for each token of a text in which guesses are looked up: the most that was measured
 Parts = dict[str, dict[str, int]]  # tier -> what it holds -> bytes
 
 
@@ -65,7 +66,7 @@ def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, in
 def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
     """The footprint of a block. `scored_at_once`: positions of prompts for which logits are made together; 0 if only the last
     of each row has logits. Of several devices it has the parts of the one that holds most, and what all need of the host."""
-    each = [_parts(section, site, scored_at_once, planned.guesses_any) for section in planned.sections]
+    each = [_parts(section, planned, site, scored_at_once) for section in planned.sections]
     if len(each) == 1:
         return Footprint(each[0])
     held = {DEVICE: max((parts[DEVICE] for parts in each), key=lambda parts: sum(parts.values()))}
@@ -80,8 +81,8 @@ def _together(name: str, of_sections: Sequence[int]) -> int:
     return max(of_sections) if name in SHARED else sum(of_sections)
 
 
-def _parts(planned: BlockPlan, site: Site, scored_at_once: int, guesses: bool) -> Parts:
-    """What a block holds, or one device's section of it. `guesses`: tokens of the block are guessed."""
+def _parts(planned: BlockPlan, whole: BlockPlan, site: Site, scored_at_once: int) -> Parts:
+    """What a block holds, or one device's section of it. `whole`: the block with all its sections."""
     spec, schedule = planned.spec, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.traffic.accelerator else HOST
@@ -92,12 +93,14 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int, guesses: bool) -
     if compute == DEVICE:
         parts[HOST]["loading"] = max(map(loading_bytes, spec.unlike_tensors))
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
-    parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once, guesses)
+    parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once, whole.guesses_any)
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
     if site.adapter_bytes:
         parts[compute]["adapters"] = site.adapter_bytes
+    if drafts := _draft_bytes(whole):
+        parts[HOST]["drafts"] = drafts
     parts[HOST]["disk buffers"] = _disk_buffers(planned, site)
     return {tier: dict(held) for tier, held in parts.items()}
 
@@ -238,6 +241,12 @@ def _prefix_bytes(planned: BlockPlan, scored_at_once: int) -> int:
         return 0
     hidden = spec.width * spec.itemsize if scored_at_once else 0
     return region_bytes(PrefixLayout.of(spec, tokens, planned.plan.prefix_note_bytes).nbytes) + tokens * hidden
+
+
+def _draft_bytes(planned: BlockPlan) -> int:
+    """Bytes of what rows look their guesses up in: their own prompts and texts."""
+    guessing = [batch for place, batch in enumerate(planned.block.batches) if planned.guesses(place)]
+    return LOOKED_UP_BYTES * sum(batch.size * batch.longest_text(planned.block.gen_len) for batch in guessing)
 
 
 def _disk_buffers(planned: BlockPlan, site: Site) -> int:
