@@ -154,6 +154,18 @@ def test_commands_between_the_turns(talk: Any) -> None:
     assert "all that was said is forgotten" in out
 
 
+@pytest.mark.parametrize("on_host", [0, 100])
+def test_a_talk_says_what_became_of_guesses_and_why_there_are_none(
+    on_host: int, llama: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "turns.txt").write_text("a\n/stats")
+    flags = ("--style", "plain", "--dtype", "float32", "--gen-len", 2, "--draft", "ngram", *BYTES)
+    where = ("--percent", 0, on_host, 0, 100, 0, 100, "--offload-dir", offload, "--input", tmp_path / "turns.txt")
+    result = called(chat.main, capfd, "--model", llama, *flags, *where)
+    assert result.status == 0 and "drafts: no token was guessed" in result.out
+    assert any("--draft ngram guesses nothing: weights rest" in line for line in result.err) == (on_host == 100)
+
+
 @pytest.mark.parametrize(("on_host", "context", "lines"), [(0, 60, 1), (0, 1, 1), (100, 60, 0)])
 def test_a_talk_whose_experts_are_read_in_every_step_is_told_to_keep_them(
     on_host: int, context: int, lines: int, mixtral: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

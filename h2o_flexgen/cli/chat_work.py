@@ -15,8 +15,8 @@ from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.report import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
 from h2o_flexgen.cli.report.kept_by_policy import facts_kept
-from h2o_flexgen.cli.report.summary import say_broken
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason
+from h2o_flexgen.cli.report.summary import guessed, say_broken
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason, unguessed_reason
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
 from h2o_flexgen.core.hints import did_you_mean
@@ -27,6 +27,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
+from h2o_flexgen.planning.plan import OFF
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style, choose_style
@@ -49,6 +50,7 @@ def work(request: ChatRequest) -> None:
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:
             say_slow(experts_reason(talk.planned_reply, is_talk=True))
+            say_slow(unguessed_reason(talk.planned_reply))
             chat = Chat(talk, style, params, is_typed)
             say(chat.greeting(llm))
             chat.run(turns)
@@ -197,8 +199,8 @@ class Chat:
         decoded = sum(turn.tokens - 1 for turn in answered)  # the first token comes with the prompt
         yield f"read: {_rate(sum(turn.tokens_read for turn in answered), sum(turn.prompt_seconds for turn in answered))}"
         yield f"generated: {_rate(decoded, sum(turn.decode_seconds for turn in answered))}"
-        if talk.drafted.proposed:
-            yield f"drafts: {talk.drafted.accepted} of {talk.drafted.proposed} guessed tokens were right"
+        if talk.planned_reply.plan.draft != OFF:
+            yield f"drafts: {guessed(talk.drafted)}"
         yield f"memory: {format_bytes(peak_resident_bytes())} at most"
 
     # -- what is told ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from h2o_flexgen.kernels.functions import why_launches_are_slow
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.planning.predict import BlockPrediction, with_fewer_blocks
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
@@ -42,6 +42,7 @@ def plan_reasons(planned: WorkloadPlan, arithmetic: Arithmetic) -> Iterator[str]
     """The reasons that each command names which plans work for many rows. Those in the processor, where it is known."""
     yield from kernel_reasons(arithmetic)
     yield from experts_reason(planned.blocks.first)
+    yield from unguessed_reason(planned.blocks.first)
     if arithmetic.processor is not None:
         yield from unchecked_reason(planned.plan, planned.site)
 
@@ -111,6 +112,18 @@ def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:
             f"{rows} {asks} for {asked_for(share, rows):.0%} of the experts of a layer, and a step brings these and others; "
             f"{'a talk has no other rows, so' if is_talk else more} keep all in memory"
         )
+
+
+def unguessed_reason(first: BlockPlan) -> Iterator[str]:
+    """The reason that no token is guessed where drafts are asked for."""
+    plan, traffic = first.plan, first.schedule.traffic
+    if plan.draft == OFF or first.guesses_any:
+        return
+    if any(map(traffic.moves_weights, range(traffic.layers))):
+        why, mending = "keys and values move, so that guesses would move more", "keep all KV in memory, or leave it out"
+    else:
+        why, mending = "weights rest in memory, so that a pass fewer moves no less", "leave it out"
+    yield f"--draft {plan.draft} guesses nothing: {why}; {mending}"
 
 
 def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from h2o_flexgen.cli.slow import (
     experts_reason,
     kernel_reasons,
     say_slow,
+    unguessed_reason,
 )
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats import kernel_table
@@ -187,6 +188,22 @@ def test_a_talk_is_not_told_to_take_rows_that_it_cannot_have() -> None:
 @pytest.mark.parametrize("changes", [{"percent": 100}, {"gen_len": 1}, {"rows": 30}, {"rows": 15, "batches": 2}], ids=str)
 def test_otherwise_nothing_is_said_of_experts(changes: dict[str, int]) -> None:
     assert experts(**{"rows": 3, **changes}) == []  # type: ignore[arg-type]
+
+
+def unguessed(percent: tuple[float, ...], draft: str = "ngram") -> list[str]:
+    plan = Plan.create(draft=draft).with_percent(percent).at(Site())
+    return list(unguessed_reason(BlockPlan.of(tiny_spec(), plan, block_of([[4] * 3]), Site())))
+
+
+def test_drafts_that_would_spare_nothing_are_named() -> None:
+    assert unguessed((0, 100, 0, 100, 0, 100)) == [
+        "--draft ngram guesses nothing: weights rest in memory, so that a pass fewer moves no less; leave it out"
+    ]
+    assert unguessed((0, 0, 0, 0, 0, 100)) == [
+        "--draft ngram guesses nothing: keys and values move, so that guesses would move more; keep all KV in memory, or "
+        "leave it out"
+    ]
+    assert unguessed((0, 0, 0, 100, 0, 100)) == unguessed((0, 100, 0, 100, 0, 100), "off") == []
 
 
 def test_reasons_go_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,11 +219,15 @@ def prefix_files_entry(counts: PrefixFileCounts) -> Entry:
 
 def drafts_entry(drafted: Drafted, tokens: int, passes: int) -> Entry:
     """The tokens that were guessed; `tokens` of all rows were generated in so many passes."""
-    proposed, accepted = drafted
-    share = f"{accepted} of {proposed} guessed tokens were right" if proposed else "no token was guessed"
     per_pass = tokens / max(1, passes)
-    values = {"proposed": proposed, "accepted": accepted, "tokens_per_pass": round(per_pass, 3)}
-    return entry("drafts", f"{share}; {per_pass:.2f} tokens a pass", drafts=values)
+    values = {**drafted._asdict(), "tokens_per_pass": round(per_pass, 3)}
+    return entry("drafts", f"{guessed(drafted)}; {per_pass:.2f} tokens a pass", drafts=values)
+
+
+def guessed(drafted: Drafted) -> str:
+    """What became of guesses, in words."""
+    proposed, accepted = drafted
+    return f"{accepted} of {proposed} guessed tokens were right" if proposed else "no token was guessed"
 
 
 def say_broken(peaks: Peaks) -> None:
