@@ -25,7 +25,7 @@ from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
 from h2o_flexgen.engine.generate import OnCompletion, PreparedRows, Running, UseTqdm, shown_progress
-from h2o_flexgen.engine.head import Picker, positions_at_once
+from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.job import Job, Requests
 from h2o_flexgen.engine.reports import OnStage, OnTick, Ticker
 from h2o_flexgen.engine.restarted_run import OnShrink
@@ -37,8 +37,9 @@ from h2o_flexgen.engine.stats import Peaks, Stats
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.memory_limits import MemoryLimits
-from h2o_flexgen.planning.plan import OFF, Plan
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
+from h2o_flexgen.planning.working_space import positions_at_once
 from h2o_flexgen.planning.workload_plan import (
     DoesNotFit,
     WorkloadPlan,
@@ -328,8 +329,7 @@ class LLM:
         if not job.sizes:
             return
         stream, planned = self._planned_stream(job, on_token is not None, on_stage)
-        scored_at_once = planned.scored_at_once if stream.asks_of_prompts else 0
-        picker, ticker = Picker(Sampler(seed), on_token, None, scored_at_once), Ticker(on_tick)
+        picker, ticker = Picker(Sampler(seed), on_token, None, planned.scored_at_once), Ticker(on_tick)
         running = Running(self.loaded.ready(on_stage), picker, on_visit, on_shrink, may_shrink, stop_at, ticker)
         with closing(running.seated(planned, stream.waiting())) as ended:
             yield from stream.completions(ended, ticker)
@@ -425,7 +425,7 @@ class LLM:
 
     def _planned_for(self, workload: Workload, asks_of_prompts: bool, on_stage: OnStage | None) -> WorkloadPlan:
         if self._auto is not None:
-            self._auto.provide(workload, asks_of_prompts or self.plan.draft != OFF, on_stage)
+            self._auto.provide(workload, asks_of_prompts, on_stage)
         return self.loaded.planned(workload, None, positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0)
 
     def chat(

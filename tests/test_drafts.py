@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -372,6 +372,23 @@ def test_plans_count_what_guesses_are_looked_up_in(folder: Path) -> None:
     with demo(folder, gpu_batch_size=1) as llm, llm.converse(200) as talk:
         assert talk.planned_reply.guesses_any
         assert llm.loaded.planned(talk.extent.workload).footprint.parts[HOST]["drafts"] == 200 * LOOKED_UP_BYTES
+
+
+def test_plans_count_logits_of_guesses_but_no_states_of_prefixes_for_them(folder: Path) -> None:
+    """Those are kept for log-probabilities of prompts alone."""
+
+    def planned(logprobs: int | None = None, **options: Any) -> tuple[Mapping[str, int], int]:
+        params = SamplingParams(9, prompt_logprobs=logprobs)
+        requests = [Request([*range(5, 45), *[50 + row] * 20], params) for row in range(4)]
+        with demo(folder, num_gpu_batches=1, least_prefix=4, **options) as llm:
+            found = llm.plan_job(job_of(requests, llm.row_maker))
+            return found.footprint.parts[HOST], found.blocks.first.block.prefix_room * llm.spec.width * llm.spec.itemsize
+
+    guessing, plain, at_rest = planned(), planned(draft="off"), planned(percent=(0, 100) * 3)
+    (scored, states), shared = planned(logprobs=1), "shared prefixes"
+    assert scored[shared] - states == guessing[0][shared] == plain[0][shared] > 0 and states > 0
+    assert guessing[0]["working space"] > plain[0]["working space"]
+    assert at_rest == planned(draft="off", percent=(0, 100) * 3), "nothing is guessed"
 
 
 def test_a_row_guesses_more_when_it_is_right_and_rests_when_it_is_wrong() -> None:

@@ -15,8 +15,8 @@ import torch
 from h2o_flexgen import SamplingParams
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine import head
 from h2o_flexgen.kernels.pick_tokens import uniform
+from h2o_flexgen.planning import working_space
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.schedule.ops import Op
@@ -180,7 +180,7 @@ def assert_as_transformers(found: Sequence[Completion], checkpoints: Checkpoints
 def test_those_of_prompts_are_those_of_transformers_whatever_is_then_kept(
     case: Case, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 4 * tiny.VOCAB)
+    monkeypatch.setattr(working_space, "LOGITS_AT_ONCE", 4 * tiny.VOCAB)
     case, counts = replace(case, lengths=(5, 9, 1, 7, 4)), (0, 3, 2, 1, 5)
     with case.open(checkpoints, offload) as llm:
         params = [SamplingParams(2, prompt_logprobs=count, logit_bias={3: 100}) for count in counts]

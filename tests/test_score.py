@@ -93,7 +93,7 @@ def test_few_positions_at_once_score_as_many_do(
     checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs, sizes = ragged_pairs(), list[int]()
-    monkeypatch.setattr("h2o_flexgen.engine.head.LOGITS_AT_ONCE", 7 * tiny.VOCAB)
+    monkeypatch.setattr("h2o_flexgen.planning.working_space.LOGITS_AT_ONCE", 7 * tiny.VOCAB)
     with Case("neox-parallel").open(checkpoints, offload) as llm:
         head = llm.loaded.model.head
 

@@ -24,7 +24,7 @@ from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
 from h2o_flexgen.engine.graphs import BY_ADAPTERS, Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
-from h2o_flexgen.engine.head import AtHead, OfHead, positions_at_once
+from h2o_flexgen.engine.head import AtHead, OfHead
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
 from h2o_flexgen.engine.row_adapters import RowAdapters
@@ -53,6 +53,7 @@ from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.working_space import positions_at_once
 from h2o_flexgen.schedule.ops import Lanes, Op, Task, Visit, longest_by_kind, sum_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.trace import Trace

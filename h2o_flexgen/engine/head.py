@@ -21,19 +21,12 @@ from torch import Tensor
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnLogits, OnToken, SharedOf
 from h2o_flexgen.engine.stores.prefix_store import Prefix
-from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.completion import StepLogprobs
 from h2o_flexgen.sampling.logits import logprobs_of
 from h2o_flexgen.sampling.pooling import CLS, MEAN, ClassifyParams, PoolingParams
 from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
 
 LogitsOf = Callable[[Tensor], Tensor]  # hidden (positions, width) -> (positions, vocab), in the dtype of the model
-LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
-
-
-def positions_at_once(plan: Plan, vocab: int) -> int:
-    """How many positions have their logits made together. The plan counts those of a step of a batch in any case."""
-    return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
 
 
 def side_by_side(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:

@@ -56,6 +56,7 @@ COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 NUMBER_BYTES = 8  # of a slot
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
+LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 AHEAD_TOGETHER = 8  # tokens of a row behind its newest that are attended in one call, where tokens are guessed
 BROUGHT = 3  # times the values of a key, of two values of a head, and of what a token has to do with others of its chunk
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
@@ -79,6 +80,12 @@ class LevelHeads(NamedTuple):
         counted = [(level.policy, kv.occupancies[at][batch], kv.most_heads(at)) for at, level in levels]
         pairs = zip(kv.specs, counted)
         return [cls(spec.with_kv_heads(count), policy, occupancy) for spec, (policy, occupancy, count) in pairs if count]
+
+
+def positions_at_once(plan: Plan, vocab: int) -> int:
+    """How many positions have their logits made together: of prompts, or of guesses. The plan counts those of a step of a batch
+    in any case."""
+    return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
 
 
 def attended_together(rows: int, guesses: bool) -> int:
@@ -138,7 +145,8 @@ def working_bytes(
     prompts = prompt_form(spec, batch)
     prefill = max(_prefill_bytes(prompts, part, site, plan.prefill_tokens) for part in _parts(plan, batch, levels))
     decode = _decode_bytes(spec, plan, levels, site, guesses)
-    scored = min(scored_at_once, batch.size * batch.prompt_len)
+    at_head = max(scored_at_once, positions_at_once(plan, spec.vocab) if guesses else 0)
+    scored = min(at_head, batch.size * batch.prompt_len)
     scoring = scored * (spec.vocab * (3 * FLOAT_BYTES + spec.itemsize) + _normed_bytes(spec))
     beside = next_hidden_bytes(spec, batch, plan.prefill_tokens, moves_hidden, site.accelerator)
     return max(prefill, decode, scoring, picking_bytes(spec, batch.size)) + beside

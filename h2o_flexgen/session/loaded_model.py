@@ -22,7 +22,6 @@ from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.head import positions_at_once
 from h2o_flexgen.engine.reports import OnStage, Stage, Stages
 from h2o_flexgen.engine.resources import (
     Packing,
@@ -41,7 +40,7 @@ from h2o_flexgen.memory.memories import Memories, own_site
 from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.models import tensor_names
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import OFF, Plan
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanSubject
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -148,11 +147,10 @@ class LoadedModel:
         return own if request.site.prefix_dir is None else replace(own, writes_prefixes=True)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
-        """Plans the workload under this model's plan, or under another one. Guessed tokens have their logits made together."""
+        """Plans the workload under this model's plan, or under another one."""
         site = self.site
         plan = self.plan if plan is None else plan.at(site)
         spec = self.spec if plan == self.plan else self.spec_under(plan)
-        scored_at_once = scored_at_once if plan.draft == OFF else positions_at_once(plan, spec.vocab)
         return WorkloadPlan(spec, plan, workload, site, scored_at_once)
 
     def check(self, workload: Workload) -> WorkloadPlan:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from h2o_flexgen.checkpoints.model_places import demo_folder
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.head import LOGITS_AT_ONCE
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import OnStage
 from h2o_flexgen.planning.machine import Machine
@@ -20,6 +19,7 @@ from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
 from h2o_flexgen.planning.search import MOST_ROWS, Candidate, SearchProblem, SearchResult, refuse_what_never_fits, search
+from h2o_flexgen.planning.working_space import LOGITS_AT_ONCE
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.machine_source import MachineSource
