@@ -15,7 +15,7 @@ from typing import NamedTuple
 from h2o_flexgen.engine.row_state import RowState
 
 LOOKED_UP = (4, 3, 2)  # the last tokens of a text, which are looked for in it
-FIRST, MOST = 4, 16  # tokens of a row that are guessed at once: as long as nothing is known, and at most
+FEWEST, MOST = 4, 16  # tokens of a row that are guessed at once, where there is room: as long as nothing is known, and at most
 LONGEST_REST = 32  # passes of a row without a guess
 PLAIN_FIRST = 2  # passes without guesses that are timed before any guess
 TRIED_FIRST = 2  # passes with guesses that are timed before it is judged what these cost
@@ -77,7 +77,7 @@ class _OfRow:
     """The guesses of a row: what they are, and how good they were."""
 
     lookup: Lookup = field(default_factory=Lookup)
-    length: int = FIRST
+    length: int = FEWEST
     misses: int = 0  # one after the other
     rest: int = 0  # passes to come without a guess
     tokens: Sequence[int] = ()  # that are tried in the next pass
@@ -94,9 +94,9 @@ class _OfRow:
         unless wrong ones cost nothing."""
         if accepted:
             self.misses = 0
-            self.length = min(MOST, 2 * self.length) if accepted == len(self.tokens) else max(FIRST, accepted)
+            self.length = min(MOST, 2 * self.length) if accepted == len(self.tokens) else max(FEWEST, accepted)
         else:
-            self.length, self.misses = FIRST, self.misses + 1
+            self.length, self.misses = FEWEST, self.misses + 1
             self.rest = 0 if is_free else min(LONGEST_REST, 2**self.misses - 1)
 
 
