@@ -102,6 +102,18 @@ def known_beside(model: str, file: str) -> Path | None:
     return next((folder / file for folder in folders_beside(model) if (folder / file).is_file()), None)
 
 
+def surely_beside(model: str, file: str) -> Path | None:
+    """The same, but none that may belong to another model: several GGUF files may lie in one folder."""
+    is_folder = local_place(model).is_dir()
+    sure = (folder / file for folder in folders_beside(model) if is_folder or _number_of_models(folder) < 2)
+    return next((found for found in sure if found.is_file()), None)
+
+
+def _number_of_models(folder: Path) -> int:
+    """How many models the GGUF files there have. All parts of one count once."""
+    return len({first_part(file) for file in folder.glob(f"*{SUFFIX}") if is_gguf(file)})
+
+
 def file_beside(model: str, file: str, lacking: str, flag: str) -> Path:
     """The file of this name that belongs to a model. The error says what is `lacking` without it, and which flag of `calibrate`
     writes one."""

@@ -58,6 +58,10 @@ class HeadBudgets:
         """What a report says instead of all shares."""
         return {"model": self.model, "source": self.source, "checksum": self.checksum}
 
+    def suits(self, spec: ModelSpec) -> bool:
+        """Whether a model has as many layers and heads."""
+        return all((own.kv_heads, len(spec.kv_layers)) == self.shape[::-1] for own in spec.of_heads)
+
     def refuse_other(self, spec: ModelSpec) -> None:
         """Refuses a model of another shape."""
         spec.refuse_unlike_heads("head budgets")
@@ -66,7 +70,7 @@ class HeadBudgets:
             these = f"head budgets {self.file}" if self.file else "the head budgets"
             raise ValueError(
                 f"{these} are of {self.model}, {self.shape[0]} layers of {self.shape[1]} KV heads, but {spec.name} "
-                f"has {wanted[0]} layers of {wanted[1]}; measure them for this model"
+                f"has {wanted[0]} layers of {wanted[1]}; measure them for this model, or give --head-budgets {EQUAL}"
             )
 
     def at(self, budget: float) -> ByHead:

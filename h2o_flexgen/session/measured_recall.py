@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.checkpoints.model_places import known_beside
+from h2o_flexgen.checkpoints.model_places import surely_beside
 from h2o_flexgen.core.files import NotADocument, parse_json, read_document_text
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.formats.table import PLAIN
@@ -35,7 +35,7 @@ class Survival:
 
 def survival_under(plan: Plan, model: str) -> Survival | None:
     """What survives under a plan at least; None if nothing was measured."""
-    file = known_beside(model, FILE)
+    file = surely_beside(model, FILE)
     return None if file is None else _found(plan, file)
 
 

@@ -10,7 +10,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
-from h2o_flexgen.checkpoints.model_places import file_beside, known_beside, local_place
+from h2o_flexgen.checkpoints.model_places import FOLDER, file_beside, local_place, surely_beside
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
 from h2o_flexgen.core.environment import Threads, cache_folder, cores, default_offload_folder
 from h2o_flexgen.core.hints import refuse_unknown, shown
@@ -18,7 +18,7 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.units import SIZE
-from h2o_flexgen.models import refuse_missing
+from h2o_flexgen.models import create_model, load_config, refuse_missing
 from h2o_flexgen.planning.machine import DEVICES, Machine
 from h2o_flexgen.planning.plan import MOST_GPUS, Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
@@ -255,13 +255,46 @@ def with_known_heads(plan: Plan, model: str) -> Plan:
 
 
 def _known_heads(model: str) -> HeadBudgets | None:
-    """Those that lie beside the model, or else those that were measured here."""
-    file = known_beside(model, head_budgets.FILE)
-    if file is None and cache_folder(HEAD_BUDGETS).is_dir():
-        from h2o_flexgen.checkpoints.kept_measurements import kept_file
+    """Those that lie beside the model and are of its shape, or else those that were measured here."""
+    beside = _heads_beside(model)
+    if beside is not None and _is_of(beside, model):
+        return beside
+    if not cache_folder(HEAD_BUDGETS).is_dir():
+        return None
+    from h2o_flexgen.checkpoints.kept_measurements import kept_file
 
-        file = kept_file(model, HEAD_BUDGETS)
-    return read_head_budgets(file) if file is not None and file.is_file() else None
+    return _read_unasked(kept_file(model, HEAD_BUDGETS))
+
+
+def heads_of_another(model: str) -> HeadBudgets | None:
+    """Those that lie beside the model, but are of another shape."""
+    beside = _heads_beside(model)
+    return None if beside is None or _is_of(beside, model) else beside
+
+
+def _heads_beside(model: str) -> HeadBudgets | None:
+    return _read_unasked(surely_beside(model, head_budgets.FILE))
+
+
+def _read_unasked(file: Path | None) -> HeadBudgets | None:
+    """What a file says that the user has not named, so that the error says how to do without."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        return read_head_budgets(file)
+    except ValueError as error:
+        raise ValueError(f"{error}, or give --head-budgets {EQUAL}") from error
+
+
+def _is_of(budgets: HeadBudgets, model: str) -> bool:
+    """Whether they have the model's shape. A model that cannot be opened is refused when it is; those that came with the
+    package are its own, and flags are answered without torch, which makes shapes."""
+    if Path(budgets.file).is_relative_to(FOLDER):
+        return True
+    try:
+        return budgets.suits(create_model(load_config(model), next(iter(DTYPE_BYTES))).spec)  # of whatever type
+    except ValueError:
+        return True
 
 
 def arguments_of(function: Callable[..., object]) -> list[str]:

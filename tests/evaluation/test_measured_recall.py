@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copy
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_what_survives_is_what_was_measured_with_no_more_kept(options: dict[str,
 def test_what_was_not_measured_is_not_known(options: dict[str, object]) -> None:
     assert survival_under(Plan.create(**options), SMOLLM2.name) is None
     assert survival_under(Plan.create(kv_policy="h2o"), "demo") is None
+
+
+def test_results_beside_several_gguf_files_are_of_none(tmp_path: Path) -> None:
+    copy(SMOLLM2.folder / FILE, tmp_path)
+    plan, own = Plan.create(kv_policy="tova"), tmp_path / "own.gguf"
+    own.write_bytes(b"GGUF")
+    assert survival_under(plan, str(own)) is not None
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    assert survival_under(plan, str(own)) is None
 
 
 def test_results_beside_a_model_are_its_own(tmp_path: Path) -> None:

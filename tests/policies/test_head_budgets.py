@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
-from h2o_flexgen.checkpoints.model_places import SMOLLM2, folders_beside
+from h2o_flexgen.checkpoints.model_places import DEMO_MODELS, SMOLLM2, folders_beside
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import FILE, HeadBudgets, read_head_budgets, write_head_budgets, written
 from h2o_flexgen.policies.levels import levels_of
-from h2o_flexgen.session.open_request import asked_plan, head_budgets_of
+from h2o_flexgen.session import open_request
+from h2o_flexgen.session.open_request import asked_plan, head_budgets_of, heads_of_another
 from tests.planning.worlds import tiny_spec
 
 BY_HEAD = HeadBudgets("a model", "a text", (0.2, 0.5), (((0.35, 0.05), (0.1, 0.3)), ((0.9, 0.1), (0.4, 0.6))))
@@ -68,8 +69,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_another_models_budgets_are_refused_with_their_file(tmp_path: Path) -> None:
     other = HeadBudgets("a model", "a text", (0.3,), (((0.1, 0.2, 0.6),),))
-    with pytest.raises(ValueError, match=f"head budgets {tmp_path / FILE} are of a model, 1 layers of 3 KV heads, but tiny"):
+    with pytest.raises(
+        ValueError, match=f"head budgets {tmp_path / FILE} are of a model, 1 layers of 3 KV heads, but tiny"
+    ) as refused:
         read_head_budgets(in_file(tmp_path, other)).refuse_other(tiny_spec())
+    assert str(refused.value).endswith("measure them for this model, or give --head-budgets equal")
 
 
 def test_a_head_that_is_left_nothing_keeps_one_token() -> None:
@@ -111,6 +115,44 @@ def test_what_evicts_takes_the_models_own_unless_that_could_be_refused(
     in_file(tmp_path)
     assert asked_plan(None, None, options, (), str(tmp_path)).head_budgets == taken
     assert asked_plan(None, None, options, (), str(tmp_path), dummy_weights=True).head_budgets is None
+
+
+def test_of_several_gguf_files_in_a_folder_none_has_them_unasked(tmp_path: Path) -> None:
+    in_file(tmp_path)
+    asked, own = {"kv_policy": "h2o"}, str(tmp_path / "own.gguf")
+    for part in ("own.gguf", "other-00001-of-00002.gguf", "other-00002-of-00002.gguf"):
+        (tmp_path / part).write_bytes(b"GGUF")
+    assert asked_plan(None, None, asked, (), own).head_budgets is None
+    assert asked_plan(None, None, {**asked, "head_budgets": "own"}, (), own).head_budgets == BY_HEAD
+    (tmp_path / "own.gguf").unlink()  # the parts are one model
+    for number in (1, 2):
+        part = str(tmp_path / f"other-0000{number}-of-00002.gguf")
+        assert asked_plan(None, None, asked, (), part).head_budgets == BY_HEAD
+
+
+def test_a_model_of_another_shape_leaves_them_alone_unless_they_are_asked_for(tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODELS["demo"] / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}), encoding="utf-8")
+    in_file(tmp_path)
+    asked, model = {"kv_policy": "h2o"}, str(tmp_path)
+    assert asked_plan(None, None, asked, (), model).head_budgets is None and heads_of_another(model) == BY_HEAD
+    assert asked_plan(None, None, {**asked, "head_budgets": "own"}, (), model).head_budgets == BY_HEAD
+    like = HeadBudgets("a model", "a text", (0.3,), (((0.3,) * config["num_key_value_heads"],) * 3,))
+    in_file(tmp_path, like)
+    assert asked_plan(None, None, asked, (), model).head_budgets == like and heads_of_another(model) is None
+
+
+def test_those_that_came_with_the_package_are_taken_without_a_look_at_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_request, "load_config", lambda _: pytest.fail("the model was looked at"))
+    taken = asked_plan(None, None, {"kv_policy": "h2o"}, (), SMOLLM2.name).head_budgets
+    assert taken == read_head_budgets(SMOLLM2.folder / FILE)
+
+
+def test_a_damaged_file_that_nothing_named_is_refused_with_how_to_do_without(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{tmp_path / FILE} is no JSON .*, or give --head-budgets equal$"):
+        asked_plan(None, None, {"kv_policy": "h2o"}, (), str(tmp_path))
+    assert asked_plan(None, None, {"kv_policy": "h2o", "head_budgets": "equal"}, (), str(tmp_path)).head_budgets is None
 
 
 def test_those_that_were_measured_here_are_taken_for_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

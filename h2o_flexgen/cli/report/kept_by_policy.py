@@ -22,7 +22,7 @@ from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import ALL, attended
 from h2o_flexgen.session.measured_recall import survival_under
-from h2o_flexgen.session.open_request import with_known_heads
+from h2o_flexgen.session.open_request import heads_of_another, with_known_heads
 
 Counted = tuple[Occupancy, int]  # how often there is such a one
 
@@ -189,7 +189,8 @@ def _can_be_measured(spec: ModelSpec) -> bool:
 def _how_to_differ(plan: Plan, source: str) -> str:
     if with_known_heads(plan, source).head_budgets is not None:
         return "what each needs is known, and --head-budgets auto goes by it"
-    return f"what each needs is measured once by: {PROGRAM} --model {source}"
+    other, advice = heads_of_another(source), f"what each needs is measured once by: {PROGRAM} --model {source}"
+    return advice if other is None else f"{other.file} is of a model of another shape, {other.model}; {advice}"
 
 
 def measured_on(budgets: HeadBudgets) -> str:
