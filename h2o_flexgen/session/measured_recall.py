@@ -62,8 +62,8 @@ def _answered(cell: Mapping[str, Any]) -> list[float]:
 
 
 def _whole(cells: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Cells in which nothing is lost."""
-    return (cell for cell in cells if cell["policy"] == Full.name and _stored(cell) == AS_STORED)
+    """Cells in which nothing is lost, and all steps read everything."""
+    return (cell for cell in cells if cell["policy"] == Full.name and not cell["options"] and _stored(cell) == AS_STORED)
 
 
 def _stored(cell: Mapping[str, Any]) -> tuple[str, str, str]:

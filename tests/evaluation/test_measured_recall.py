@@ -66,6 +66,16 @@ def test_what_was_not_measured_is_not_known(options: dict[str, object]) -> None:
     assert survival_under(Plan.create(kv_policy="h2o"), "demo") is None
 
 
+def test_steps_that_read_a_share_are_not_what_others_are_held_against(tmp_path: Path) -> None:
+    found = json.loads((SMOLLM2.folder / FILE).read_text(encoding="utf-8"))
+    cells = found["tasks"]["recall"]["cells"]
+    weaker = [{**figure, "value": figure["value"] / 2} for figure in cells[0]["figures"]]
+    cells.insert(0, {**cells[0], "options": {"kv_recall": 0.05}, "figures": weaker})
+    (tmp_path / FILE).write_text(json.dumps(found), encoding="utf-8")
+    plan = Plan.create(kv_policy="tova")
+    assert survival_under(plan, str(tmp_path)) == survival_under(plan, SMOLLM2.name)
+
+
 def test_results_beside_several_gguf_files_are_of_none(tmp_path: Path) -> None:
     copy(SMOLLM2.folder / FILE, tmp_path)
     plan, own = Plan.create(kv_policy="tova"), tmp_path / "own.gguf"
