@@ -3,6 +3,7 @@ recall.json beside the model. Every run that evicts says so, and says where noth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
 
 FILE = "recall.json"
 TASK, FIGURE, QUESTIONS = "recall", "accuracy", ("visible questions", "hidden questions")
+LENGTHS = re.compile(r"texts of ([\d, ]+) tokens")
 BUDGET = "kv_budget"
 AS_STORED = (PLAIN, PLAIN, EXACT)  # of KV, of weights, and products
 
@@ -31,6 +33,7 @@ class Survival:
     visible: float
     hidden: float
     questions: int
+    tokens: str = ""  # of the texts that they are about
 
 
 def survival_under(plan: Plan, model: str) -> Survival | None:
@@ -48,10 +51,16 @@ def _found(plan: Plan, file: Path) -> Survival | None:
         if cell is None:
             return None
         visible, hidden = (own / of_full for own, of_full in zip(_answered(cell), full, strict=True))
-        return Survival(budget, visible, hidden, int(task["asked"]["count"]))
+        return Survival(budget, visible, hidden, int(task["asked"]["count"]), _tokens(task.get("notes", ())))
     except (NotADocument, KeyError, TypeError, ValueError, AttributeError, StopIteration, ZeroDivisionError) as error:
         advice = "remove it or measure anew"
         raise ValueError(f"{file} is no results.json of evaluate --tasks {TASK} ({error}); {advice}") from error
+
+
+def _tokens(notes: Iterable[str]) -> str:
+    """The lengths of the texts, of which the notes alone speak."""
+    found = LENGTHS.search("\n".join(notes))
+    return found[1] if found else ""
 
 
 def _answered(cell: Mapping[str, Any]) -> list[float]:

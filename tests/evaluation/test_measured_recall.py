@@ -9,6 +9,7 @@ from shutil import copy
 import pytest
 
 from h2o_flexgen.checkpoints.model_places import SMOLLM2
+from h2o_flexgen.cli.report.kept_by_policy import facts_kept
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import FILE as HEADS
 from h2o_flexgen.policies.head_budgets import read_head_budgets
@@ -64,6 +65,15 @@ def test_what_survives_is_what_was_measured_with_no_more_kept(options: dict[str,
 def test_what_was_not_measured_is_not_known(options: dict[str, object]) -> None:
     assert survival_under(Plan.create(**options), SMOLLM2.name) is None
     assert survival_under(Plan.create(kv_policy="h2o"), "demo") is None
+
+
+def test_what_survives_is_said_with_the_texts_that_it_was_measured_on(tmp_path: Path) -> None:
+    plan = Plan.create(kv_policy="h2o", kv_budget=0.2)
+    assert facts_kept(plan, SMOLLM2.name).words[0].endswith("(96 questions about texts of 512 tokens)")
+    found = json.loads((SMOLLM2.folder / FILE).read_text(encoding="utf-8"))
+    del found["tasks"]["recall"]["notes"]
+    (tmp_path / FILE).write_text(json.dumps(found), encoding="utf-8")
+    assert facts_kept(plan, str(tmp_path)).words[0].endswith("(96 questions)")
 
 
 def test_steps_that_read_a_share_are_not_what_others_are_held_against(tmp_path: Path) -> None:

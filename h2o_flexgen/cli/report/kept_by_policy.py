@@ -207,7 +207,8 @@ def facts_kept(plan: Plan, source: str) -> Entry:
         return entry("facts", f"which of a text survive this policy was not measured for {source}; {asked}", facts=None)
     said = f"{100 * found.visible:.0f} % of what it answers with all kept if the question stands in the prompt"
     later = f"{100 * found.hidden:.0f} % if it comes later"
-    words = f"with {100 * found.budget:g} % kept the model answers {said}, {later} ({found.questions} questions)"
+    texts = f" about texts of {found.tokens} tokens" if found.tokens else ""
+    words = f"with {100 * found.budget:g} % kept the model answers {said}, {later} ({found.questions} questions{texts})"
     return entry("facts", words, facts=asdict(found))
 
 
