@@ -169,7 +169,8 @@ static ALWAYS_INLINE void find_worth(const choosing *c, long unit, long held, fl
         floats sum = {0};                                                                                                        \
         for (long g = 0; g < c->group; g++)                                                                                      \
             sum += load_some((const char *)(shares + g * c->capacity + (AT)), COUNT, FLOAT) * parts[g];                          \
-        store_some((char *)(worth + (AT)), sum, COUNT, FLOAT);                                                                   \
+        const floats known = (floats)((integers)sum & (sum == sum)); /* NaN, which would rank above all, is worth nothing */     \
+        store_some((char *)(worth + (AT)), known, COUNT, FLOAT);                                                                 \
     } while (0)
     EACH_REGISTER(at, held, ADD_UP);
 #undef ADD_UP

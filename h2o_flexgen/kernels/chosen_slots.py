@@ -1,7 +1,8 @@
 """The slots that a decode step attends where it reads a share of them: chosen by its own query over an index of keys.
 
 A slot is worth the attention that it would get from all query heads of its KV head, as scores over the index say it. The first
-and the newest slots of a row are always chosen, then those that are worth most; among equals the older ones.
+and the newest slots of a row are always chosen, then those that are worth most; among equals the older ones. What is NaN is
+worth nothing.
 
 C and torch differ in the last bits of a worth, so that they may choose otherwise between slots that are worth nearly the same.
 With queries of 16 bits C works in fixed point, as its attention over packed slots does.
@@ -94,7 +95,7 @@ def _worth(q: Tensor, index: KVSlots, held: Tensor, always: Always, more: Tensor
     scores.masked_fill_(is_behind, -torch.inf)
     if more is not None:
         scores = torch.cat((scores, more.view(kv_heads, group, 1)), dim=-1)
-    worth = scores.softmax(-1)[..., :slots].sum(1)
+    worth = scores.softmax(-1)[..., :slots].sum(1).nan_to_num_(0.0)  # NaN would rank above what is always chosen
     is_always = (numbers < always.first) | (numbers >= held - always.recent)
     return worth.masked_fill(is_always, torch.inf).masked_fill(is_behind, -torch.inf)
 

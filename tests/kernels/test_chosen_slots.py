@@ -118,15 +118,24 @@ def test_neither_strides_nor_neighbours_nor_threads_nor_what_lies_behind_change_
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @all_of({"dtype": list(NEAR)})
-def test_all_are_chosen_where_as_many_are_asked_for_and_nan_chooses_distinct_ones(variant: str, dtype: torch.dtype) -> None:
-    q, keys, held, counts = drawn((2, 2, 2, 90, 64), dtype)
+def test_all_are_chosen_where_as_many_are_asked_for(variant: str, dtype: torch.dtype) -> None:
+    q, keys, held, _ = drawn((2, 2, 2, 90, 64), dtype)
     with used(variant):
         whole = choose_slots(q, index_of(keys), held, held, 90, ALWAYS)
-        nothing = choose_slots(torch.full_like(q, torch.nan), index_of(keys), held, counts, 40, ALWAYS)
+    for row, holds in enumerate(held.tolist()):
+        assert all(head == [*range(holds), *[0] * (90 - holds)] for head in whole[row].tolist())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"dtype": list(NEAR), "queries": [slice(0, 1), slice(0, 2)], "is_twin": [False, True]})
+def test_what_is_nan_is_worth_nothing(variant: str, dtype: torch.dtype, queries: slice, is_twin: bool) -> None:
+    q, keys, held, _ = drawn((2, 2, 2, 90, 64), dtype)
+    q[:, :, queries], counts = torch.nan, torch.tensor([30, 25])
+    with used(variant):
+        found = (choose_slots_twin if is_twin else choose_slots)(q, index_of(keys), held, counts, 40, ALWAYS)
     for row, (holds, count) in enumerate(zip(held.tolist(), counts.tolist())):
-        for head in range(2):
-            assert whole[row, head].tolist() == [*range(holds), *[0] * (90 - holds)]
-            assert len({*nothing[row, head, :count].tolist()}) == count and nothing[row, head].max() < holds
+        older = range(count - ALWAYS.recent)
+        assert all(head[:count] == [*older, *range(holds - ALWAYS.recent, holds)] for head in found[row].tolist())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
