@@ -86,8 +86,7 @@ def test_of_equals_the_older_are_chosen(variant: str, dtype: torch.dtype, group:
     with used(variant):
         found = choose_slots(q, index, held, counts, 700, ALWAYS)
     twin = choose_slots_twin(q, index, held, counts, 700, ALWAYS)
-    better = (worth_of(q[0], KVSlots(index.data[0], index.format), 1500, None, None)[0, :100] > 0).sum()
-    assert torch.equal(found, twin) and better == 100
+    assert torch.equal(found, twin)
     first = [slot for slot in found[0, 0].tolist() if 100 <= slot < 1484]
     assert first == [*range(100, 100 + len(first))] and len(first) > 500
 
