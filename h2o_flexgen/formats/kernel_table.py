@@ -13,7 +13,7 @@ from math import inf
 
 from h2o_flexgen.formats.byte_layout import FLOAT8
 from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
-from h2o_flexgen.formats.table import FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, STORED, TILED, Stored
+from h2o_flexgen.formats.table import BY_BITS, FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, STORED, TILED, Stored
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -151,8 +151,9 @@ def measured_as(format: str) -> str:
 
 def _of_groups(format: str) -> Iterator[Kernel]:
     yield Kernel(APPEND, format, "append_coded", CUDA, (TRITON,), DTYPES)
-    yield Kernel(CHOOSE_SLOTS, format, "choose_slots", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values)
-    yield Kernel(CHOOSE_SLOTS, format, "choose_slots_twin")
+    if format == BY_BITS[4]:  # that of indices
+        yield Kernel(CHOOSE_SLOTS, format, "choose_slots", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values)
+        yield Kernel(CHOOSE_SLOTS, format, "choose_slots_twin")
     yield Kernel(CHOSEN_ATTENTION, format, "chosen_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values)
     for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
         yield Kernel(op, format, function, CPU, LIBRARIES, DTYPES)

@@ -17,7 +17,7 @@
 
 typedef struct {
     const char *q;         /* (rows, kv_heads, group, dim) */
-    slots index;           /* keys in 4 or 8 bits */
+    slots index;           /* keys in 4 bits */
     more_keys more;        /* for each of (rows, kv_heads, group); their values are not used */
     const int64_t *held;   /* (rows) */
     const int64_t *counts; /* (rows): how many slots are chosen */
@@ -37,18 +37,18 @@ static ALWAYS_INLINE long least(long one, long other)
 
 /* -- scores ---------------------------------------------------------------------------------------------------------------- */
 
-#define FOR_REGISTERS(NAME, QUERIES, DIM, KIND)                                                                                  \
+#define FOR_REGISTERS(NAME, QUERIES, DIM)                                                                                        \
     static void score_##NAME(const queries_of_head *h, const floats *q)                                                          \
     {                                                                                                                            \
         const long dim = DIM, registers = (dim + LANES - 1) / LANES;                                                             \
-        score_slots(q, h->from, NULL, h->row, h->head, h->shares, h->held, h->capacity, QUERIES, dim, registers, h->scale, KIND); \
+        score_slots(q, h->from, NULL, h->row, h->head, h->shares, h->held, h->capacity, QUERIES, dim, registers, h->scale,       \
+                    GROUP4);                                                                                                     \
     }
 
-FOR_REGISTERS(1_64, 1, 64, GROUP4)
-FOR_REGISTERS(1_128, 1, 128, GROUP4)
-FOR_REGISTERS(4_128, 4, 128, GROUP4)
-FOR_REGISTERS(any_4, h->queries, h->dim, GROUP4)
-FOR_REGISTERS(any_8, h->queries, h->dim, GROUP8)
+FOR_REGISTERS(1_64, 1, 64)
+FOR_REGISTERS(1_128, 1, 128)
+FOR_REGISTERS(4_128, 4, 128)
+FOR_REGISTERS(any, h->queries, h->dim)
 
 static ALWAYS_INLINE void score_in_float(const queries_of_head *h)
 {
@@ -57,16 +57,14 @@ static ALWAYS_INLINE void score_in_float(const queries_of_head *h)
     memset(q, 0, h->queries * registers * sizeof *q);
     for (long query = 0; query < h->queries; query++)
         memcpy(q + query * registers, h->q + query * h->dim, h->dim * sizeof(float));
-    if (h->from->kind == GROUP8)
-        score_any_8(h, q);
-    else if (h->queries == 1 && h->dim == 64)
+    if (h->queries == 1 && h->dim == 64)
         score_1_64(h, q);
     else if (h->queries == 1 && h->dim == 128)
         score_1_128(h, q);
     else if (h->queries == 4 && h->dim == 128)
         score_4_128(h, q);
     else
-        score_any_4(h, q);
+        score_any(h, q);
 }
 
 /* The shares of a KV head's queries; behind them stands what its slots are worth. */
@@ -75,11 +73,12 @@ static ALWAYS_INLINE float *room_at(const choosing *c, long number)
     return c->room + number * (c->group + 1) * c->capacity;
 }
 
-static void score(const choosing *c, long unit, long first, float *shares)
+/* Scores the piece of slots that begins at `start`. */
+static void score(const choosing *c, long unit, long start, float *shares)
 {
-    const long row = unit / c->kv_heads, head = unit % c->kv_heads, held = least(c->held[row] - first, PIECE);
+    const long row = unit / c->kv_heads, head = unit % c->kv_heads, held = least(c->held[row] - start, PIECE);
     slots from = c->index;
-    from.data += first * from.slot;
+    from.data += start * from.slot;
     for (long query = 0; query < c->group; query += MOST_QUERIES) {
         const long queries = least(c->group - query, MOST_QUERIES), at = unit * c->group + query, values = queries * c->dim;
         float wide[MOST_QUERIES * STEP_HEAD_VALUES];
@@ -88,7 +87,7 @@ static void score(const choosing *c, long unit, long first, float *shares)
             memcpy(wide, own, values * sizeof(float));
         else
             widen_queries(own, wide, values, c->kind);
-        float *own_shares = shares + query * c->capacity + first;
+        float *own_shares = shares + query * c->capacity + start;
         const queries_of_head here = {&from, NULL, row, head, held, wide, NULL, own_shares, queries, c->dim, c->capacity, c->scale};
         if (is_fixed(c->kind, c->group, from.kind))
             fixed_action_for(scoring, from.kind, queries)(&here);
@@ -211,8 +210,8 @@ static void choose_of_head(const void *given, long unit, int member)
         take_all(c, unit);
         return;
     }
-    for (long first = 0; first < c->held[unit / c->kv_heads]; first += PIECE)
-        score(c, unit, first, shares);
+    for (long start = 0; start < c->held[unit / c->kv_heads]; start += PIECE)
+        score(c, unit, start, shares);
     choose(c, unit, shares);
 }
 
@@ -224,9 +223,9 @@ static long pieces_of(const choosing *c)
 static void score_piece(const void *given, long number, int member)
 {
     const choosing *c = given;
-    const long unit = number / pieces_of(c), first = number % pieces_of(c) * PIECE;
-    if (!takes_all(c, unit) && first < c->held[unit / c->kv_heads])
-        score(c, unit, first, room_at(c, unit));
+    const long unit = number / pieces_of(c), start = number % pieces_of(c) * PIECE;
+    if (!takes_all(c, unit) && start < c->held[unit / c->kv_heads])
+        score(c, unit, start, room_at(c, unit));
 }
 
 static void choose_of_scored(const void *given, long unit, int member)

@@ -106,7 +106,6 @@ def chosen_attention(
     values: KVSlots,
     chosen: Tensor,
     counts: Tensor,
-    mask: Tensor,
     more: More | None = None,
     cap: float | None = None,
 ) -> Tensor:
@@ -115,7 +114,7 @@ def chosen_attention(
     (rows, kv_heads, group, dim), most = q.shape, chosen.shape[-1]
     if ManyQueries.of(group, most, dim) is not None:
         copies = side_by_side(keys, chosen), side_by_side(values, chosen)
-        return decode_attention(q, *copies, counts, mask, more, None, cap)[0]
+        return decode_attention(q, *copies, counts, q.new_empty(0), more, None, cap)[0]
     q, is_wide = q.contiguous(), q.dtype == torch.float32
     out, shares = torch.empty_like(q), torch.empty(rows, kv_heads, group, most, dtype=torch.float32)
     as_wide = (q, out) if is_wide else tuple(torch.empty(q.shape, dtype=torch.float32) for _ in range(2))

@@ -1,6 +1,7 @@
 /* Attention of one new token per row over the slots that the row holds: shares = softmax(q . keys), out = shares . values, and the
-   attention each slot got from all query heads of its group, their sum or the highest share. Keys and values are read once; nothing but the shares is stored.
-   Packed ones are multiplied in fixed point where queries have 16 bits and it is faster (fixed_attention.h), else as float32.
+   attention each slot got from all query heads of its group, their sum or the highest share. Keys and values are read once;
+   nothing but the shares is stored. Packed ones are multiplied in fixed point where queries have 16 bits and it is faster
+   (fixed_attention.h), else as float32.
 
    A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row.
    */

@@ -285,18 +285,23 @@ def chosen_attention(
     values: KVSlots,
     slots: Tensor,
     counts: Tensor,
-    mask: Tensor,
     more: More | None = None,
     cap: float | None = None,
 ) -> Tensor:
     """Attention of one new token per row over the slots (rows, kv_heads, most) that were chosen for it, of which `counts`
-    (rows,) are real; a mask to add (rows, 1, 1, most). It is `decode_attention` over these side by side, bit for bit, and that
-    where no kernel reads them where they lie."""
+    (rows,) are real. It is `decode_attention` over these side by side, bit for bit, and that where no kernel reads them where
+    they lie."""
     if function := chosen(CHOSEN_ATTENTION, keys.format, q, width=q.shape[3]):
-        out: Tensor = function(q, keys, values, slots, counts, mask, more, cap)
+        out: Tensor = function(q, keys, values, slots, counts, more, cap)
         return out
     taken = _taken(keys, slots), _taken(values, slots)
-    return decode_attention(q, *taken, counts, mask, more, None, cap)[0]
+    return decode_attention(q, *taken, counts, _mask(counts, slots.shape[-1]), more, None, cap)[0]
+
+
+def _mask(counts: Tensor, most: int) -> Tensor:
+    """0 for as many slots as a row has, and -inf behind them. (rows, 1, 1, most), fp32"""
+    behind = torch.arange(most, device=counts.device) >= counts[:, None, None, None]
+    return torch.zeros(behind.shape, dtype=torch.float32, device=counts.device).masked_fill_(behind, -torch.inf)
 
 
 def _taken(kept: KVSlots, slots: Tensor) -> KVSlots:

@@ -69,12 +69,11 @@ class KeyIndex:
         codes = keys.data if self.codes is None else self._with_newest(now, q, keys.data, self.codes)
         counts, index = now.attended, KVSlots(codes, INDEX)
         slots = choose_slots(q, index, now.with_newest, counts, self.most, ALWAYS, more, cap)
-        return chosen_attention(q, keys, values, slots, counts, now.mask_of(self.most), more, cap)
+        return chosen_attention(q, keys, values, slots, counts, more, cap)
 
     def _with_newest(self, now: KVStep, q: Tensor, keys: Tensor, codes: Tensor) -> Tensor:
         newest = keys.new_empty(*keys.shape[:2], 1, keys.shape[3])
         take_slots(keys, now.counts[:, None, None], newest)
-        append(
-            codes[None, : len(keys)], now.newest, q.flatten(1, 2)[:, None], self._of(newest).transpose(1, 2), None, None, None
-        )
+        query = q[:, None, 0, :1]  # it says what is computed with, and stays as it is
+        append(codes[None, : len(keys)], now.newest, query, self._of(newest).transpose(1, 2), None, None, None)
         return codes[: len(keys)]

@@ -81,8 +81,6 @@ class KVStep:
         for kind, turn in self._turns.items():
             for known, now in zip(turn, other.turn(*kind), strict=True):
                 known.copy_(now)
-        for most, mask in self._masks.items():
-            mask.copy_(other.mask_of(most))
 
     def make_as_in(self, other: KVStep) -> None:
         """Makes now what the step of other rows has made when it was wanted."""
@@ -90,8 +88,6 @@ class KVStep:
             getattr(self, name)
         for kind in other._turns:
             self.turn(*kind)
-        for most in other._masks:
-            self.mask_of(most)
 
     @cached_property
     def _lines(self) -> _Rows:
@@ -223,18 +219,6 @@ class KVStep:
     def attended(self) -> Tensor:
         """Slots that each row attends in decode, where it chooses them. (rows,)"""
         return self._lines.attended
-
-    def mask_of(self, most: int) -> Tensor:
-        """0 for the slots that a row chooses, of so many that any may choose, and -inf behind them. (rows, 1, 1, most), fp32"""
-        if most not in self._masks:
-            behind = torch.arange(most, device=self.counts.device) >= self.attended[:, None, None, None]
-            nothing = torch.zeros(behind.shape, dtype=torch.float32, device=behind.device)
-            self._masks[most] = nothing.masked_fill_(behind, -torch.inf)
-        return self._masks[most]
-
-    @cached_property
-    def _masks(self) -> dict[int, Tensor]:
-        return {}
 
     @cached_property
     def echo(self) -> tuple[EchoPart, ...]:

@@ -28,8 +28,8 @@ SHAPES = [  # rows, kv_heads, group, slots, dim
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 3e-4, torch.float16: 3e-4}  # between what slots are worth, of themselves
 
 
-def index_of(keys: Tensor, bits: int = 4) -> KVSlots:
-    coding = Coding(f"group{bits}", torch.float32, keys.shape[3])
+def index_of(keys: Tensor) -> KVSlots:
+    coding = Coding("group4", torch.float32, keys.shape[3])
     return KVSlots(coding.encode(keys.float()), coding.format)
 
 
@@ -54,12 +54,12 @@ def worth_of(q: Tensor, index: KVSlots, held: int, more: Tensor | None, cap: flo
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@all_of({"dtype": list(NEAR), "shape": SHAPES, "bits": [4, 8], "form": ["plain", "more", "cap", "steep"]})
-def test_the_best_are_chosen(variant: str, dtype: torch.dtype, shape: tuple[int, ...], bits: int, form: str) -> None:
+@all_of({"dtype": list(NEAR), "shape": SHAPES, "form": ["plain", "more", "cap", "steep"]})
+def test_the_best_are_chosen(variant: str, dtype: torch.dtype, shape: tuple[int, ...], form: str) -> None:
     q, keys, held, counts = drawn(shape, dtype, 30.0 if form == "steep" else 1.0)
     near = NEAR[dtype] * (100 if form == "steep" else 1)  # scores are larger, and so is what they are off by
     rows, kv_heads, group, slots, _ = shape
-    index, cap = index_of(keys, bits), 2.0 if form == "cap" else None
+    index, cap = index_of(keys), 2.0 if form == "cap" else None
     more = More(torch.linspace(-2, 3, rows * kv_heads * group).view(rows, 1, -1), None) if form == "more" else None
     with used(variant):
         found = choose_slots(q, index, held, counts, slots, ALWAYS, more, cap)
@@ -154,11 +154,11 @@ def test_attention_of_chosen_slots_in_place_has_the_bits_of_copies(
         expected, _ = decode_attention(q, *copies, counts, torch.zeros(0), more, None, cap)
         by_slot = [KVSlots(one.data.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3), format) for one in kept]
         for places in (kept, by_slot):
-            assert torch.equal(chosen_attention(q, *places, chosen, counts, torch.zeros(0), more, cap), expected)
+            assert torch.equal(chosen_attention(q, *places, chosen, counts, more, cap), expected)
         is_chosen = torch.zeros(rows, kv_heads, slots, dtype=torch.bool).scatter(2, chosen, True)
         for one in kept:
             one.data[~is_chosen] = 255 if one.data.dtype == torch.uint8 else torch.nan
-        assert torch.equal(chosen_attention(q, *kept, chosen, counts, torch.zeros(0), more, cap), expected)
+        assert torch.equal(chosen_attention(q, *kept, chosen, counts, more, cap), expected)
     assert expected.float().isfinite().all()
 
 
@@ -170,7 +170,7 @@ def test_a_recorded_choice_follows_the_queries_and_what_rows_hold(dtype: torch.d
 
     def work() -> Tensor:
         chosen = choose_slots(q, index, held, counts, 120, ALWAYS)
-        return chosen_attention(q, kept, kept, chosen, counts, torch.zeros(0))
+        return chosen_attention(q, kept, kept, chosen, counts)
 
     program = CallRecording.of(lambda: out.copy_(work()), WorkingRoom())
     assert not out.any(), "a recording computes nothing"

@@ -207,7 +207,7 @@ def test_attention_of_chosen_slots_is_that_of_the_slots_side_by_side(dtype: torc
     more = More(torch.randn(2, 1, 3 * KV_HEADS, generator=generator), None)
     taken = [KVSlots(one.gather(2, slots[..., None].expand(-1, -1, -1, DIM))) for one in (k, v)]
     expected, _ = decode_attention(q, *taken, counts, mask, more, None, 5.0)
-    assert torch.equal(chosen_attention(q, KVSlots(k), KVSlots(v), slots, counts, mask, more, 5.0), expected)
+    assert torch.equal(chosen_attention(q, KVSlots(k), KVSlots(v), slots, counts, more, 5.0), expected)
 
 
 def test_a_share_is_rounded_up_and_never_less_than_the_tokens_that_always_count() -> None:
