@@ -150,6 +150,11 @@ def test_the_licence_is_apache_2_in_full() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
+@pytest.mark.parametrize(("page", "most"), [("README.md", 9_216), ("docs/architecture.md", 12_288)])
+def test_the_pages_that_are_read_first_are_short(page: str, most: int) -> None:
+    assert (ROOT / page).stat().st_size <= most
+
+
 # -- every file --------------------------------------------------------------------------------------------------------
 
 
