@@ -133,7 +133,7 @@ def _policy_name(flags: Namespace) -> str:
     """The policy's name. Published commands of H2O say only --hh-ratio 0.1 --hh-all."""
     if flags.kv_policy is not None:
         return str(flags.kv_policy)
-    given = flags.hh_all or getattr(flags, HEAD_BUDGETS, None) is not None
+    given = flags.hh_all or getattr(flags, HEAD_BUDGETS, None) not in (None, AUTO)  # which is the default
     of_eviction = (one for name, one in options_of(KVOptions).items() if name not in Full.accepts)
     given = given or any(getattr(flags, one.name) is not one.default for one in of_eviction)
     return H2O.name if given else Plan.kv_policy

@@ -269,6 +269,15 @@ class Plan:
         """Whether heads may share out what is kept, however little that leaves some of them."""
         return not self.policy.keeps_all and self._keeps_a_share and may_keep_one(self.policy)
 
+    @property
+    def why_heads_are_alike(self) -> str:
+        """Why heads that share out what is kept are not looked for; nothing where they are, or nothing is evicted."""
+        if self.policy.keeps_all or self.suits_any_head_budgets:
+            return ""
+        if not self._keeps_a_share:
+            return "head budgets share out a --kv-budget that is given alone"
+        return f"{self.kv_policy} with these options needs some tokens in every head"
+
     def _refuse_wrong_probe(self) -> None:
         is_asked = self.policy.judge == PROBE
         if self.probe is None:

@@ -46,6 +46,11 @@ def test_switches_take_numbers_and_words(text: str, value: bool) -> None:
     assert parse(["--model", "m", "--sep-layer", text]).sep_layer is value
 
 
+@pytest.mark.parametrize(("word", "policy"), [("auto", "full"), ("equal", "h2o")])
+def test_the_default_of_head_budgets_by_its_name_evicts_nothing(word: str, policy: str) -> None:
+    assert plan_of(parse(["--model", "m", "--head-budgets", word])).kv_policy == policy
+
+
 def test_a_recall_keeps_everything() -> None:
     plan = plan_of(parse(["--model", "m", "--kv-recall", "0.1"]))
     assert (plan.kv_policy, plan.policy.recall) == ("full", 0.1)

@@ -87,6 +87,20 @@ def test_what_all_heads_keep_is_the_budget() -> None:
     assert 1.6 < kept.rows_in_same_memory < 1 / kept.share
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kv_budget": 0.3, "recent": 3}, "head budgets share out a --kv-budget that is given alone"),
+        ({"heavy": 3, "recent": 3}, "head budgets share out a --kv-budget that is given alone"),
+        ({"sinks": 4}, "h2o with these options needs some tokens in every head"),
+    ],
+)
+def test_why_heads_keep_as_much_is_said(options: dict[str, object], why: str) -> None:
+    plan = Plan.create(kv_policy="h2o", **options)
+    kept = KeptByPolicy(WorkloadPlan(tiny_spec(), plan, Workload((40,), 10), Site()), "a-model")
+    assert f"heads     all keep as much: {why}" in lines_of(kept.entries())
+
+
 def test_each_level_of_a_layer_is_one_more_attention() -> None:
     spec = with_many_heads()
     pricing = Pricing(planned(spec), replace(on(MACHINE, False), visit_seconds={"eviction": 1.0}))

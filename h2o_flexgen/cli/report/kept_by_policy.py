@@ -47,6 +47,8 @@ class KeptByPolicy:
             yield entry("heads", f"budgets by head: {self._by_head()}; {measured_on(plan.head_budgets)}")
         elif self.source and plan.suits_any_head_budgets and _can_be_measured(self.planned.spec):
             yield entry("heads", f"all keep as much; {_how_to_differ(plan, self.source)}")
+        elif self.source and (why := plan.why_heads_are_alike):
+            yield entry("heads", f"all keep as much: {why}")
         if self.source and not plan.policy.keeps_all:
             yield facts_kept(plan, self.source)
         if plan.probe is not None:
