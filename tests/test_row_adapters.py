@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.adapters import WEIGHTS
 from h2o_flexgen.cli.slow import unrecorded_reason
-from h2o_flexgen.core.prefix_groups import OWN_TOKENS, adapter_of, bytes_of, text_under, under
+from h2o_flexgen.core.prefix_groups import OWN_TOKENS, adapter_of, bytes_of, text_under, tokens_of, under
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.graphs import BY_ADAPTERS, StepGraphs
 from h2o_flexgen.engine.job import Request
@@ -246,14 +246,35 @@ def test_a_job_shares_prefixes_under_one_adapter_alone(llama: Adapted) -> None:
     assert len({one.token_ids[:2] for one in apart}) > 2, "adapters make a difference"
 
 
-def arrived(llm: LLM, names: Sequence[str | None], room: int | None = 400) -> list[Completion]:
+def arrived(llm: LLM, names: Sequence[str | None], room: int | None = 400, **asked: Any) -> list[Completion]:
     """One row after the other, so that each finds what those before it have left."""
     arrivals, found = llm.arrivals(60, 4, prefix_room=room), list[Completion]()
     for place, name in enumerate(names):
         prompt = Prompt(None, (*HEAD, place, place + 1))
-        arrivals.offer(Request(prompt, SamplingParams(max_tokens=4, lora_name=name)))
+        arrivals.offer(Request(prompt, SamplingParams(**{"max_tokens": 4, "lora_name": name, **asked})))
         found += [one.completion for one in llm.generate_arriving(arrivals)]
     return found
+
+
+@pytest.mark.parametrize("arrive", [False, True])
+def test_prompts_that_share_prefixes_have_the_log_probabilities_of_their_own_tokens(arrive: bool, llama: Adapted) -> None:
+    def scored(**plan: Any) -> list[Completion]:
+        asked: dict[str, Any] = {"max_tokens": 2, "prompt_logprobs": 1}
+        with llama.open(gpu_batch_size=4, **plan) as llm:
+            if arrive:
+                return arrived(llm, ["one"] * 4, 400 if llm.plan.shared_prefixes else None, **asked)
+            params = SamplingParams(lora_name="one", **asked)
+            requests = [Request([*HEAD, place, place + 1], params) for place in range(4)]
+            return sorted(llm.generate_stream(requests), key=lambda one: one.index)
+
+    for shared, apart in zip(scored(), scored(shared_prefixes=False), strict=True):
+        assert shared.token_ids == apart.token_ids
+        found, wanted = (own.prompt_logprobs or () for own in (shared, apart))
+        assert [one and one.chosen.token_id for one in found] == [None, *shared.prompt_token_ids[1:]]
+        for one, other in zip(found[1:], wanted[1:], strict=True):
+            assert one is not None and other is not None and one.chosen.token_id == other.chosen.token_id
+            assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-4)
+            assert one.top[0].token_id == other.top[0].token_id
 
 
 EACH_THRICE = [name for name in ("one", "two", None) for _ in range(3)]
@@ -289,6 +310,7 @@ def test_tokens_under_adapters_are_told_apart_and_found_again() -> None:
         text = bytes_of(under(adapter, [7, OWN_TOKENS - 1]))
         assert adapter_of(text) == adapter and text_under(0, text) == bytes_of([7, OWN_TOKENS - 1])
         assert text_under(3, text) == bytes_of(under(3, [7, OWN_TOKENS - 1]))
+        assert tokens_of(under(adapter, [7, OWN_TOKENS - 1])) == [7, OWN_TOKENS - 1]
 
 
 # -- what is counted, said and refused -------------------------------------------------------------------------------------

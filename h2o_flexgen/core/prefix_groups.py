@@ -77,6 +77,11 @@ def under(adapter: int, ids: Sequence[int]) -> Sequence[int]:
     return [token + adapter * OWN_TOKENS for token in ids] if adapter else ids
 
 
+def tokens_of(ids: Sequence[int]) -> Sequence[int]:
+    """The model's tokens, of those as they are compared, whatever adapter they are under."""
+    return [token % OWN_TOKENS for token in ids]
+
+
 def adapter_of(text: bytes) -> int:
     """The number of the adapter under which a text's tokens are compared."""
     return memoryview(text[:TOKEN]).cast("i")[0] // OWN_TOKENS if text else 0

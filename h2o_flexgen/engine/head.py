@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.prefix_groups import tokens_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnLogits, OnToken, SharedOf
 from h2o_flexgen.engine.stores.prefix_store import Prefix
@@ -95,7 +96,7 @@ def _of_prefix(prefix: Prefix, tokens: int, count: int, logits_of: LogitsOf, pos
     likeliest tokens than all rows before."""
     assert prefix.hidden is not None
     if count > prefix.likeliest:
-        prefix.logprobs = _logprobs([_Scored(prefix.hidden[:-1], prefix.ids[1:], count)], logits_of, positions)
+        prefix.logprobs = _logprobs([_Scored(prefix.hidden[:-1], tokens_of(prefix.ids[1:]), count)], logits_of, positions)
         prefix.likeliest = count
     return [replace(one, top=one.top[:count]) for one in prefix.logprobs[: tokens - 1]]
 

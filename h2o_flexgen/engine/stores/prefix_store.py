@@ -45,7 +45,7 @@ class Prefix:
     """A prefix that is kept."""
 
     shared: SharedPrefix
-    ids: Sequence[int]
+    ids: Sequence[int]  # as they are compared
     start: int  # its place in the room, in tokens
     users: int = 0  # rows that have a seat, and prefixes that are computed after a copy of it
     hidden: Tensor | None = None  # (tokens, width) of the last layer, where log-probabilities of prompts are asked for
