@@ -3,9 +3,11 @@ one: that is what PEFT makes of it, and what the model says with the adapter in 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,8 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_maker import workload_of
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX
 from h2o_flexgen.evaluation.answer_settings import model_settings
+from h2o_flexgen.jobs.index import InputPart
+from h2o_flexgen.jobs.output import Manifest
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -338,6 +342,9 @@ def test_answers_depend_on_the_adapters_that_there_are(llama: Adapted) -> None:
         with adapted.open() as llm:
             settings.append(model_settings(llm)[0])
     assert len({str(one) for one in settings}) == 3
+    for before, now in product(settings, repeat=2):
+        begun = Manifest(0, 0, InputPart(0, ""), json.loads(json.dumps(before)), {})
+        assert bool([*begun.differences(now)]) == (before is not now), "also where some are no longer given"
     with Adapted(llama.base, {"one": llama.adapters["two"]}, llama.offload).open() as llm:
         assert model_settings(llm)[0] != settings[1], "another one by the same name"
 

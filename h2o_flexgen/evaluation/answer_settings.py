@@ -85,6 +85,7 @@ def _add(digest: blake2b, file: Path) -> None:
 
 
 WEIGHTS, TOKENIZER, DTYPE = "weights", "tokenizer", "dtype"
+ADAPTERS = "lora"  # those that requests ask for: what identifies each, by its name
 IN_LAST_BITS = ("device", "kernels", "torch")  # parts of a model's identity that numbers depend on in their last bits
 # what a plan has to say about the answers
 OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute", "prefix_policy", "least_prefix")
@@ -94,8 +95,8 @@ def model_settings(llm: LLM) -> tuple[Settings, Settings]:
     """What the answers depend on of the model, and what only their last bits depend on."""
     identity = model_identity(llm)
     of_answers: dict[str, object] = {f"the model's {name}": identity.get(name) for name in (WEIGHTS, TOKENIZER, DTYPE)}
-    for one in llm.loaded.adapters:
-        of_answers[f"the adapter {one.name}"] = one.adapter.identity
+    # one setting, which is there without adapters, too: where some are no longer given, that is a difference
+    of_answers[ADAPTERS] = {one.name: one.adapter.identity for one in llm.loaded.adapters} or None
     return of_answers, {name: identity[name] for name in IN_LAST_BITS}
 
 

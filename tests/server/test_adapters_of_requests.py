@@ -130,7 +130,9 @@ def test_lines_of_a_job_have_adapters_by_their_models(
     assert [found[f"{place}"]["choices"][0]["text"] for place in range(3)] == [*alone.values()]
     assert found["1"]["model"] == f"{base}:two"
     other = command(*given[2:], "--lora", f"one={adapters['two']}", "--resume")
-    assert other.status and "the adapter one" in " ".join(other.err), "answers of another adapter are not gone on with"
+    assert other.status and "lora was {'one': " in " ".join(other.err), "answers of another adapter are not gone on with"
+    bare = command("--resume")
+    assert bare.status and "lora was {'one': " in " ".join(bare.err), "nor without one"
     file.write_text(json.dumps(lines_of(["three"])[0]) + "\n")
     bad = command(*given, "-o", tmp_path / "other.jsonl")
     assert bad.status and "the model 'three' is not here" in " ".join(bad.err)
