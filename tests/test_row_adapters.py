@@ -4,6 +4,7 @@ one: that is what PEFT makes of it, and what the model says with the adapter in 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -392,6 +393,8 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
         for_all = llm.generate([PROMPT] * 2, FOUR, lora_request=asked)
         chat = llm.chat([{"role": "user", "content": "a"}], FOUR, lora_request=asked)
         plain = llm.chat([{"role": "user", "content": "a"}], FOUR)
+        spelled = LoRARequest("one", 1, os.path.relpath(llama.adapters["one"]))
+        by_other_path = llm.generate([PROMPT], FOUR, lora_request=spelled)
         told = one_line(lambda: llm.generate([PROMPT], lora_request=LoRARequest("one", 1, llama.adapters["two"])))
         assert told.startswith("adapter 'one' is ") and told.endswith("; give another name")
         told = one_line(lambda: llm.generate([PROMPT], FOUR, lora_request="one"))  # type: ignore[arg-type]
@@ -402,6 +405,7 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
             assert "a conversation has no adapter" in one_line(lambda: conversation.reply("a", replace(FOUR, lora_name="one")))
     assert [one.token_ids for one in by_request] == [one.token_ids for one in by_name]
     assert for_all[1].token_ids == by_request[0].token_ids != by_request[1].token_ids
+    assert by_other_path[0].token_ids == by_request[0].token_ids
     assert chat[0].token_ids != plain[0].token_ids
 
 

@@ -115,7 +115,7 @@ class RowAdapters:
         place = Path(folder).expanduser()
         known = next((one for one in self._each if one.name == name), None)
         if known is not None:
-            if known.adapter.folder != place:
+            if known.adapter.folder.resolve() != place.resolve():
                 raise ValueError(f"adapter {shown(name)} is {known.adapter.folder}, not {place}; give another name")
             return
         if len(self._each) == MOST_ADAPTERS:
