@@ -50,7 +50,8 @@ from h2o_flexgen.planning.workload_plan import (
 )
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
-from h2o_flexgen.sampling.lora_request import Adapted, adapters_asked, params_with_adapters
+from h2o_flexgen.sampling.lora_request import Adapted, adapters_of_prompts, params_with_adapters
+from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.pooling import (
     CLASSIFYING,
     INSTEAD,
@@ -284,12 +285,12 @@ class LLM:
         token, in fp32 and in host memory, valid until it returns. If prompts have several completions (n), each is a row:
         listeners get its place among all rows."""
         refuse_unknown("argument", unknown, arguments_of(LLM.generate), ARGUMENTS)
-        sampling_params = self._adapted(sampling_params, lora_request)
         if isinstance(prompts, PreparedRows):
-            prepared = prompts.for_use_under(self.plan, sampling_params, forced)
+            prepared = prompts.for_use_under(self.plan, sampling_params, lora_request, forced)
         else:
             read = read_prompts(prompts, self.tokenizer)
-            rows = self.row_maker.rows(read, sampling_params, on_token is not None, forced)
+            params = self._adapted(sampling_params, lora_request, len(read))
+            rows = self.row_maker.rows(read, params, on_token is not None, forced)
             if not rows:
                 return []
             prepared = self._prepared(rows, on_stage)
@@ -409,11 +410,13 @@ class LLM:
     def row_maker(self) -> RowMaker:
         return RowMaker(self.spec, self.plan, self.tokenizer, self.loaded.adapters)
 
-    def _adapted(self, params: Params, asked: Adapted) -> Params:
+    def _adapted(self, params: Params, asked: Adapted, count: int) -> list[SamplingParams]:
         """The parameters of prompts with the adapters that are asked for, which are taken if they are new."""
-        for one in adapters_asked(asked):
-            self.loaded.take_adapter(one.lora_name, one.lora_path)
-        return params_with_adapters(params, asked)
+        each, own = adapters_of_prompts(asked, count), for_each(params, count)
+        for one in dict.fromkeys(each):
+            if one is not None:
+                self.loaded.take_adapter(one.lora_name, one.lora_path)
+        return params_with_adapters(own, each)
 
     def _prepared(
         self, rows: Sequence[RowState], on_stage: OnStage | None, planned: WorkloadPlan | None = None
@@ -456,7 +459,7 @@ class LLM:
         use = read_tool_use(tools, tool_choice, parallel_tool_calls)
         written = choose_style(style, self.tokenizer, template=chat_template)
         chats = read_chats(messages)
-        params = for_each(self._adapted(sampling_params, lora_request), len(chats))
+        params = self._adapted(sampling_params, lora_request, len(chats))
         settings = read_settings(chat_template_kwargs)
         asked = [written.asked(chat, one, use, settings) for chat, one in zip(chats, params)]
 

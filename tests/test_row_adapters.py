@@ -390,6 +390,7 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
     with llama.open(lora=False) as llm:
         by_request = llm.generate([PROMPT] * 2, FOUR, lora_request=[asked, None])
         by_name = llm.generate([PROMPT] * 2, [replace(FOUR, lora_name="one"), FOUR])
+        of_any_iterator = llm.generate(iter([PROMPT] * 2), FOUR, lora_request=iter([asked, None]))
         for_all = llm.generate([PROMPT] * 2, FOUR, lora_request=asked)
         chat = llm.chat([{"role": "user", "content": "a"}], FOUR, lora_request=asked)
         plain = llm.chat([{"role": "user", "content": "a"}], FOUR)
@@ -399,14 +400,32 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
         assert told.startswith("adapter 'one' is ") and told.endswith("; give another name")
         told = one_line(lambda: llm.generate([PROMPT], FOUR, lora_request="one"))  # type: ignore[arg-type]
         assert told == "lora_request is 'one'; write LoRARequest(NAME, 1, FOLDER), or a list with one for each"
+        told = one_line(lambda: llm.generate([PROMPT] * 3, FOUR, lora_request=[asked, None]))
+        assert told == "3 prompts came with 2 adapters in lora_request; give one for all or one for each"
         told = one_line(lambda: llm.generate([PROMPT], replace(FOUR, lora_name="on")))
         assert told == "lora_name is 'on', which is no adapter here; did you mean one?"
         with llm.converse() as conversation:
             assert "a conversation has no adapter" in one_line(lambda: conversation.reply("a", replace(FOUR, lora_name="one")))
     assert [one.token_ids for one in by_request] == [one.token_ids for one in by_name]
+    assert [one.token_ids for one in by_request] == [one.token_ids for one in of_any_iterator]
     assert for_all[1].token_ids == by_request[0].token_ids != by_request[1].token_ids
     assert by_other_path[0].token_ids == by_request[0].token_ids
     assert chat[0].token_ids != plain[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "told"),
+    [
+        (5, "f", "lora_name is 5; "),
+        ("", "f", "lora_name is ''; "),
+        ("a=b", "f", "lora_name is 'a=b'; "),
+        ("a:b", "f", "lora_name is 'a:b'; "),
+        ("a", ["f"], "lora_path is ['f']; "),
+        ("a", "", "lora_path is ''; "),
+    ],
+)
+def test_what_names_no_adapter_is_refused(name: Any, path: Any, told: str) -> None:
+    assert one_line(lambda: LoRARequest(name, 1, path)).startswith(f"{told}write LoRARequest(NAME, 1, FOLDER)")
 
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
@@ -439,8 +458,12 @@ def test_what_is_no_adapter_of_this_model_is_refused(what: str, llama: Adapted, 
 
 
 def test_what_takes_no_adapters_is_refused(checkpoints: Checkpoints, llama: Adapted, tmp_path: Path) -> None:
-    for given, told in (("one", "lora is 'one'; give NAME=FOLDER"), ("a:b=c", "lora is 'a:b=c'; give NAME=FOLDER")):
-        assert told in one_line(lambda given=given: LLM(llama.base, tokenizer="bytes", device="cpu", lora=[given]))
+    for given, told in (
+        (["one"], "lora is 'one'; give NAME=FOLDER"),
+        (["a:b=c"], "lora is 'a:b=c'; give NAME=FOLDER"),
+        ({"a=b": "c"}, "lora is {'a=b': 'c'}; give {NAME: FOLDER}"),
+    ):
+        assert told in one_line(lambda given=given: LLM(llama.base, tokenizer="bytes", device="cpu", lora=given))
     gguf = Adapted(checkpoints.folder("llama-gqa", "gguf-q8_0"), llama.adapters, llama.offload)
     assert "is a GGUF file; give the model's folder of safetensors" in one_line(gguf.open)
     for kind, part, told in (

@@ -29,6 +29,7 @@ from h2o_flexgen.session.open_request import (
     PROBE,
     ModelRequest,
     SiteRequest,
+    loras_of,
     named_by_files,
     refuse_other_device,
     with_known_heads,
@@ -46,7 +47,7 @@ PACK = "--compress-weight (4 bits) or --compress-weight 8"
 def model_of(flags: Namespace) -> ModelRequest:
     found = choose_model(flags.model, flags.path, flags.dummy_weights)
     own = replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO), adapter=tuple(flags.adapter))
-    made = replace(own, lora_modules=tuple(getattr(flags, "lora_modules", ())))
+    made = replace(own, lora_modules=loras_of(getattr(flags, "lora_modules", ())))
     _ = made.adapters_by_name  # refuses what is none
     return made
 

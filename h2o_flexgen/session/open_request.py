@@ -26,6 +26,7 @@ from h2o_flexgen.planning.search import BUFFERS
 from h2o_flexgen.policies import head_budgets
 from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets, read_head_budgets
 from h2o_flexgen.sampling.foreign_options import OPTIONS
+from h2o_flexgen.sampling.lora_request import is_adapter_name
 from h2o_flexgen.text.tokenizer import BYTES
 
 SAFETENSORS = "*.safetensors"
@@ -62,7 +63,7 @@ class ModelRequest:
         "a LoRA or rsLoRA of PEFT, merged once into the weights that it changes, which are copied into a cache",
     )
 
-    lora_modules: tuple[str, ...] = option(
+    lora_modules: tuple[tuple[str, str], ...] = option(
         (),
         Rule(lambda given: given, "a text like NAME=FOLDER, or a list of such"),
         "NAME=FOLDER",
@@ -84,10 +85,7 @@ class ModelRequest:
     def adapters_by_name(self) -> dict[str, str]:
         """The folders of adapters that requests may ask for."""
         found = dict[str, str]()
-        for given in self.lora_modules:
-            name, _, folder = given.partition("=")
-            if not name or not folder or ":" in name:
-                raise ValueError(f"lora is {shown(given)}; give NAME=FOLDER, with a name without colons")
+        for name, folder in self.lora_modules:
             if found.setdefault(name, folder) != folder:
                 raise ValueError(f"lora has {found[name]} and {folder} by the name {name}; give one of them another name")
         return found
@@ -315,11 +313,19 @@ def adapters_of(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     return tuple(name_of("adapter", one) for one in each if one is not None)
 
 
-def loras_of(given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None) -> tuple[str, ...]:
-    """Adapters of requests as NAME=FOLDER, of a mapping or of such texts."""
+def loras_of(given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None) -> tuple[tuple[str, str], ...]:
+    """Adapters of requests, a name and a folder each: of a mapping, or of texts like NAME=FOLDER."""
     if isinstance(given, Mapping):
-        return tuple(f"{name}={name_of('lora', folder)}" for name, folder in given.items())
-    return tuple(name_of("lora", one) for one in ([given] if isinstance(given, str) else given or ()))
+        return tuple(_named(name, name_of("lora", folder), {name: folder}) for name, folder in given.items())
+    texts = [name_of("lora", one) for one in ([given] if isinstance(given, str) else given or ())]
+    return tuple(_named(*text.partition("=")[::2], text) for text in texts)
+
+
+def _named(name: str, folder: str, given: object) -> tuple[str, str]:
+    if not is_adapter_name(name) or not folder:
+        form = "NAME=FOLDER" if isinstance(given, str) else "{NAME: FOLDER}"
+        raise ValueError(f"lora is {shown(given)}; give {form}, with a name without = and :")
+    return name, folder
 
 
 def name_of(what: str, given: object) -> str:
