@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,8 @@ from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.graphs import BY_ADAPTERS, StepGraphs
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_maker import workload_of
-from h2o_flexgen.engine.stores.prefix_files import SUFFIX
+from h2o_flexgen.engine.stores import prefix_files
+from h2o_flexgen.engine.stores.prefix_files import SUFFIX, PrefixFiles
 from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.jobs.index import InputPart
 from h2o_flexgen.jobs.output import Manifest
@@ -316,6 +319,31 @@ def test_tokens_under_adapters_are_told_apart_and_found_again() -> None:
         assert adapter_of(text) == adapter and text_under(0, text) == bytes_of([7, OWN_TOKENS - 1])
         assert text_under(3, text) == bytes_of(under(3, [7, OWN_TOKENS - 1]))
         assert tokens_of(under(adapter, [7, OWN_TOKENS - 1])) == [7, OWN_TOKENS - 1]
+
+
+def test_threads_that_meet_new_adapters_at_once_count_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, kind, text = list[str](), "ab" * 12, bytes_of(under(3, [7, 8, 9]))
+
+    def interrupted(*given: Any, **how: Any) -> Any:
+        """A hash that is not made before the other thread has come by."""
+        monkeypatch.undo()
+        files.of(text[:0])
+        return blake2b(*given, **how)
+
+    names = []
+    for folder, is_interrupted in (("alone", False), ("beside", True)):
+        (tmp_path / folder).mkdir()
+        known.clear()
+        with closing(PrefixFiles(tmp_path / folder, 1 << 20, kind, lambda: known)) as files:
+            known.extend(["x", "y"])
+            if is_interrupted:
+                monkeypatch.setattr(prefix_files, "blake2b", interrupted)
+            files.of(text[:0])
+            known.append("z")
+            files.write_behind(text, ())
+            files.settle()
+        names.append([one.name for one in (tmp_path / folder).iterdir()])
+    assert names[0] == names[1] and len(names[0]) == 1
 
 
 # -- what is counted, said and refused -------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class PrefixFiles:
         """`limit`: bytes of all files. `kind`: a hash of all that the bytes of a prefix depend on beside its tokens and its
         adapter. `adapters`: what identifies each adapter that rows may have, by number less one."""
         self._folder, self._limit, self._kind, self._adapters = folder, limit, kind, adapters
-        self._kinds: list[str] = []  # with each adapter, by its number
+        self._kinds: Sequence[str] = ()  # with each adapter, by its number
         self._known: dict[str, StoredPrefix] = {}  # of this kind, by the names of their files
         self._there: dict[str, int] = {}  # which file had a name: another with the same name may have more parts
         self._looked_at: tuple[int, int] | None = None  # when the folder had last changed, and how many kinds there were
@@ -103,11 +103,13 @@ class PrefixFiles:
 
     def _all_kinds(self) -> Sequence[str]:
         """The kinds of prefixes without an adapter, and with each of them. Numbers of adapters are those of this process."""
-        known = self._adapters()
-        for identity in known[max(0, len(self._kinds) - 1) :] if self._kinds else ("", *known):
-            own = blake2b(f"{self._kind} {identity}".encode(), digest_size=len(self._kind) // 2 or 1).hexdigest()
-            self._kinds.append(own if identity else self._kind)
-        return self._kinds
+        known, kinds = self._adapters(), self._kinds
+        if len(kinds) <= len(known):  # a new list takes the place of the old one, as two threads may be here at once
+            self._kinds = kinds = [self._kind, *map(self._kind_under, known)]
+        return kinds
+
+    def _kind_under(self, identity: str) -> str:
+        return blake2b(f"{self._kind} {identity}".encode(), digest_size=len(self._kind) // 2 or 1).hexdigest()
 
     def _look(self) -> None:
         """Reads the heads of files that have come, and forgets those that have gone."""
