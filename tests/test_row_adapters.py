@@ -401,6 +401,9 @@ def test_recorded_steps_have_the_bits_of_those_that_are_not(plan: dict[str, Any]
     assert all(torch.equal(found[1][place], logits) for place, logits in wanted[1].items())
 
 
+TITLES = ["first", "one", "two", "last"]
+
+
 def test_graphs_of_a_gpu_go_on_without_rows_that_have_adapters() -> None:
     def rows(*adapters: int) -> Any:
         return SimpleNamespace(parts=[SimpleNamespace(now=SimpleNamespace(is_prefill=False), ahead=(), adapters=adapters)])
@@ -409,8 +412,14 @@ def test_graphs_of_a_gpu_go_on_without_rows_that_have_adapters() -> None:
         graphs = StepGraphs(SimpleNamespace(accelerator=is_gpu), False, lambda *_: True, lambda *_: ())  # type: ignore[arg-type]
         assert graphs.take(rows()) and not graphs.met_adapters
         assert graphs.take(rows(0, 1)) == (not is_gpu) and graphs.met_adapters == is_gpu
+        assert graphs.unrecorded(TITLES) == (dict.fromkeys(("one", "two"), BY_ADAPTERS) if is_gpu else {})
     (line,) = unrecorded_reason({"a layer": BY_ADAPTERS})
-    assert "rows have adapters" in line and "report" not in line
+    assert "rows have adapters" in line and line.endswith("each call of steps with adapters")
+    graphs.met_adapters, graphs.refused = True, {2: "no kernel"}
+    told = graphs.unrecorded(TITLES)
+    assert told == {"one": BY_ADAPTERS, "two": "no kernel"}, "what holds for all steps is said"
+    (line,) = unrecorded_reason(told)
+    assert line == "one layer could not be recorded (two: no kernel), and Python made each call of each step; please report it"
 
 
 def test_python_asks_as_with_vllm(llama: Adapted) -> None:

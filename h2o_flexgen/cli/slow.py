@@ -127,12 +127,13 @@ def unguessed_reason(first: BlockPlan) -> Iterator[str]:
 
 
 def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:
-    """The reason that layers were not recorded."""
-    if unrecorded:
-        layer, why = next(iter(unrecorded.items()))
-        count = "one layer" if len(unrecorded) == 1 else f"{len(unrecorded)} layers"
-        what = "" if why == BY_ADAPTERS else "; please report it"
-        yield f"{count} could not be recorded ({layer}: {why}), and Python made each call of each step{what}"
+    """The reason that layers were not recorded, or not in steps with adapters."""
+    refused = {layer: why for layer, why in unrecorded.items() if why != BY_ADAPTERS}
+    if told := refused or unrecorded:
+        layer, why = next(iter(told.items()))
+        count = "one layer" if len(told) == 1 else f"{len(told)} layers"
+        steps = "each step; please report it" if refused else "steps with adapters"
+        yield f"{count} could not be recorded ({layer}: {why}), and Python made each call of {steps}"
 
 
 def unchecked_reason(plan: Plan, site: Site) -> Iterator[str]:

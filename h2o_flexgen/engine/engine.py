@@ -23,7 +23,7 @@ from h2o_flexgen.core.buffer_layout import prompt_form
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
-from h2o_flexgen.engine.graphs import BY_ADAPTERS, Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
+from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
 from h2o_flexgen.engine.head import AtHead, OfHead
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
@@ -429,9 +429,7 @@ class Engine:
     def _count_graphs(self, graphs: StepGraphs | None, measures: _Measures) -> None:
         if graphs is not None:
             measures.replayed, measures.graphs_given_up = graphs.replayed, graphs.given_up
-            beside = dict.fromkeys((layer.name.title for layer in self._spec.layers[1:-1]), BY_ADAPTERS)
-            names = {self._spec.layers[layer].name.title: why for layer, why in graphs.refused.items()}
-            measures.unrecorded = names | (beside if graphs.met_adapters else {})
+            measures.unrecorded = graphs.unrecorded([layer.name.title for layer in self._spec.layers])
 
     @contextmanager
     def _prefixes(self, planned: BlockPlan, waiting: Waiting | None) -> Iterator[PrefixStore]:

@@ -221,6 +221,12 @@ class StepGraphs:
         self.met_adapters |= is_beside
         return not is_beside
 
+    def unrecorded(self, titles: Sequence[str]) -> dict[str, str]:
+        """Why layers were computed without graphs, by their titles. What keeps a layer from all of them counts for more than
+        adapters, which keep it from some steps."""
+        beside = dict.fromkeys(titles[1:-1], BY_ADAPTERS) if self.met_adapters else {}
+        return beside | {titles[layer]: why for layer, why in self.refused.items()}
+
     def is_past(self, task: Task) -> bool:
         """Whether a chain has computed it."""
         batch = self._batches.get(task.batch)
