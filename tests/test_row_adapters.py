@@ -23,16 +23,18 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.adapters import WEIGHTS
 from h2o_flexgen.cli.slow import unrecorded_reason
 from h2o_flexgen.core.prefix_groups import OWN_TOKENS, adapter_of, bytes_of, text_under, tokens_of, under
-from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.graphs import BY_ADAPTERS, StepGraphs
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_maker import workload_of
 from h2o_flexgen.engine.stores import prefix_files
+from h2o_flexgen.engine.stores.low_rank import LowRankStore
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX, PrefixFiles
 from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.jobs.index import InputPart
 from h2o_flexgen.jobs.output import Manifest
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
@@ -362,6 +364,29 @@ def test_they_are_counted_and_what_they_need_is_refused_where_it_is_not_there(ll
         between = sum(limits.needs(one.footprint, HOST) for one in (planned, plain)) // 2
         llm.loaded.limits = replace(limits, host=between)
         assert "adapters" in one_line(lambda: llm.generate([PROMPT], FOUR))
+
+
+def test_each_device_of_a_pipeline_counts_and_holds_what_is_beside_its_own_layers(llama: Adapted, pretended: None) -> None:
+    plan: dict[str, Any] = {"device": "pretended", "percent": (100, 0, 100, 0, 100, 0), "gpu_batch_size": 4}
+    with llama.open(**plan) as whole, llama.open(pipeline=2, num_gpu_batches=2, **plan) as parted:
+        rows = [llm.row_maker.rows([Prompt(None, tuple(PROMPT))] * 4, FOUR) for llm in (whole, parted)]
+        counted = [llm.planned(workload_of(own)).footprint for llm, own in zip((whole, parted), rows)]
+        working = whole.loaded.site.adapters.working
+        all_matrices = counted[0].parts[DEVICE]["adapters"] - working
+        of_devices = [parts["adapters"] - working for parts in counted[1].devices]
+        assert sum(of_devices) == all_matrices and min(of_devices) > 0
+        allocated = list[int]()
+
+        def alloc(nbytes: int) -> Tensor:
+            allocated.append(nbytes)
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+        here = SimpleNamespace(compute=SimpleNamespace(alloc=alloc))
+        for device in range(2):
+            section = only_layers(parted.spec, layers_of(device_of_layers(parted.spec, 2), device))
+            LowRankStore(parted.loaded.adapters, section, here).load()  # type: ignore[arg-type]
+        assert sum(allocated) == all_matrices
+    assert llama.said(NAMES, pipeline=2, num_gpu_batches=1, **plan)[0] == llama.said(NAMES)[0]
 
 
 def test_answers_depend_on_the_adapters_that_there_are(llama: Adapted) -> None:

@@ -3,7 +3,9 @@ planning for these devices reads it."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from h2o_flexgen.formats.kernel_table import CPU, Processor, choose
 from h2o_flexgen.formats.table import PLAIN
@@ -11,6 +13,21 @@ from h2o_flexgen.formats.table import PLAIN
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)  # the fastest first; without an accelerator, the device's share lies on the host
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"  # the usual types
+
+
+class AdapterRoom(NamedTuple):
+    """What the adapters of rows take where they are computed with."""
+
+    beside: tuple[tuple[str, int], ...] = ()  # the tensors that they change, each with the bytes of all that is added to it
+    working: int = 0  # bytes that are held while what one of them adds is made
+
+    def of(self, tensors: Container[str]) -> int:
+        """Bytes that they take on a device that has these tensors."""
+        own = sum(nbytes for name, nbytes in self.beside if name in tensors)
+        return own + self.working if own else 0
+
+
+NO_ADAPTERS = AdapterRoom()
 
 
 @dataclass(frozen=True)
@@ -21,7 +38,7 @@ class Site:
     threads: int = 1  # of the CPU
     graph_bytes: int | None = None  # that an accelerator takes for a graph; None: it is not known whether graphs hold there
     writes_prefixes: bool = False  # a thread writes prefixes that rows share to a folder
-    adapter_bytes: int = 0  # of the adapters that rows have, where it is computed
+    adapters: AdapterRoom = NO_ADAPTERS  # those of rows, on the tier that computes
 
     def usual_dtype(self, stored: str | None = None) -> str:
         """The default type to compute in: bf16 on CPUs, some of which have instructions for products of it;

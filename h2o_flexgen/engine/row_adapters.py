@@ -5,6 +5,7 @@ They are known by names to those that ask, and by numbers to rows: 0 is none. A 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +14,11 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.adapters import Adapter, LowRank
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
-from h2o_flexgen.core.buffer_layout import aligned, region_bytes
+from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefix_groups import MOST_ADAPTERS, OWN_TOKENS
+from h2o_flexgen.core.site import AdapterRoom
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.adapted_matrix import AT_ONCE
 
@@ -57,10 +59,12 @@ class RowAdapter:
         return cls(name, adapter, changes, AT_ONCE * FLOAT_BYTES * COPIES * widest)
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of its matrices where they rest, in fp32."""
-        each = (half for part in self.changes.values() for half in (part.a, part.b))
-        return region_bytes(sum(aligned(FLOAT_BYTES * prod(half.shape)) for half in each))
+    def held(self) -> Mapping[str, int]:
+        """Bytes of its matrices where they rest, in fp32, beside each tensor that it changes."""
+        return {
+            name: sum(aligned(FLOAT_BYTES * prod(half.shape)) for half in (part.a, part.b))
+            for name, part in self.changes.items()
+        }
 
 
 def _able(spec: ModelSpec) -> frozenset[str]:
@@ -95,9 +99,12 @@ class RowAdapters:
         return tuple(one.adapter.identity for one in self._each)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that they hold: their matrices, and what is held while one of them is multiplied with."""
-        return sum(one.nbytes for one in self._each) + max((one.working_bytes for one in self._each), default=0)
+    def room(self) -> AdapterRoom:
+        """What they take: their matrices, and what is held while one of them is multiplied with."""
+        beside = Counter[str]()
+        for one in self._each:
+            beside.update(one.held)
+        return AdapterRoom(tuple(beside.items()), max((one.working_bytes for one in self._each), default=0))
 
     def number(self, name: str | None) -> int:
         """The number of the adapter with this name; 0 for none."""

@@ -97,8 +97,8 @@ def _parts(planned: BlockPlan, whole: BlockPlan, site: Site, scored_at_once: int
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
-    if site.adapter_bytes:
-        parts[compute]["adapters"] = site.adapter_bytes
+    if adapters := site.adapters.of(spec.tensors):
+        parts[compute]["adapters"] = adapters
     if drafts := _draft_bytes(whole):
         parts[HOST]["drafts"] = drafts
     parts[HOST]["disk buffers"] = _disk_buffers(planned, site)

@@ -143,7 +143,7 @@ class LoadedModel:
     def site(self) -> Site:
         device, request = self.device, self.request
         own = own_site(device.kind, device.accelerator, request.model.dummy_weights, device.graph_bytes)
-        own = replace(own, adapter_bytes=self.adapters.nbytes)
+        own = replace(own, adapters=self.adapters.room)
         return own if request.site.prefix_dir is None else replace(own, writes_prefixes=True)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:

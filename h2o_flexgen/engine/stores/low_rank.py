@@ -31,11 +31,13 @@ class LowRankStore:
                 self._loaded = number
 
     def _load(self, number: int, adapter: RowAdapter) -> None:
-        room = self._memories.compute.alloc(adapter.nbytes)
-        for name, part in adapter.changes.items():
-            if name in self._spec.tensors:
-                (a, b), room = _placed(part.read(), room)
-                self._held.setdefault(name, {})[number] = LowRankMatrices(a, b, part.factor)
+        own = {name: part for name, part in adapter.changes.items() if name in self._spec.tensors}
+        if not own:
+            return
+        room = self._memories.compute.alloc(sum(adapter.held[name] for name in own))
+        for name, part in own.items():
+            (a, b), room = _placed(part.read(), room)
+            self._held.setdefault(name, {})[number] = LowRankMatrices(a, b, part.factor)
 
     def beside(self, layer: LayerSpec, weights: Weights, rows: AdaptedRows) -> Weights:
         """The weights of a layer for these rows."""
