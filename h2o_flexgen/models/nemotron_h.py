@@ -111,8 +111,10 @@ class NemotronH(Mamba, CorrectedMixture):
             raise ValueError(f"layers_block_type has {shown(min(unknown))}, which is not known; give another model")
         if not 0 < len(config.layers_block_type) <= BLOCKS:
             raise ValueError(f"layers_block_type names {len(config.layers_block_type)} blocks; download the model again")
-        if (config.hidden_size + (getattr(config, "moe_latent_size", None) or 0)) % 2:  # fp32 follows them in 16 bits
-            raise ValueError(f"moe_latent_size is {shown(config.moe_latent_size)}, an odd number; give another model")
+        width, latent = config.hidden_size, getattr(config, "moe_latent_size", None)
+        if (width + (latent or 0)) % 2:  # fp32 follows them in 16 bits
+            told = f"hidden_size is {width} and moe_latent_size {latent}, which are odd together"
+            raise ValueError(f"{told}; give another model")
         super().__init__(config, dtype, sep_layer, name)
 
     @staticmethod

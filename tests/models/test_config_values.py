@@ -116,6 +116,19 @@ def test_a_published_falcon_says_nothing_of_its_positions(tmp_path: Path) -> Non
     assert "max_position_embeddings is 0" in told(values, tmp_path, max_position_embeddings=0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "width", "said"),
+    [
+        ("nemotron-h", 63, "hidden_size is 63 and moe_latent_size None, which are odd together; give another model"),
+        ("nemotron-h-latent", 63, "hidden_size is 63 and moe_latent_size 96, which are odd together; give another model"),
+    ],
+)
+def test_widths_of_nemotron_that_are_odd_together_are_both_named(kind: str, width: int, said: str) -> None:
+    config = tiny_config(kind)
+    config.hidden_size = width
+    assert one_line(lambda: create_model(config, "float32")) == said
+
+
 @pytest.mark.parametrize("factor", ["two", 0, -1.0, True])
 def test_a_rope_is_scaled_by_a_number_above_0(factor: object, tmp_path: Path) -> None:
     save_tiny("llama-gqa", tmp_path)
