@@ -126,11 +126,11 @@ class Adapter:
     def _refuse_other_kinds(self) -> None:
         kind = self.config.get("peft_type")
         if kind != LORA:
-            raise self.refused(f"is of the kind {shown(kind)}, and only {LORA} can be merged")
+            raise self.refused(f"is of the kind {shown(kind)}, and only {LORA} can be used")
         if self.config.get("use_dora"):
-            raise self.refused("is of the kind DoRA (use_dora), and only LoRA and rsLoRA can be merged")
+            raise self.refused("is of the kind DoRA (use_dora), and only LoRA and rsLoRA can be used")
         if (bias := self.config.get("bias", "none")) != "none":
-            raise self.refused(f"has biases of its own (bias {shown(bias)}), which are not merged")
+            raise self.refused(f"has biases of its own (bias {shown(bias)}), which are not used")
         if (begun := self.config.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
             raise self.refused(f"is for a model that its training changed first (init_lora_weights {shown(begun)})")
         if others := sorted(name for name, value in self.config.items() if value and name not in INERT):

@@ -24,7 +24,7 @@ CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
 FIRST, SECOND, QUERY, DOCUMENTS, TOP_N, TEMPLATE = "text_1", "text_2", "query", "documents", "top_n", "template"
 TRUNCATE = "truncate"
 _WITHOUT_EFFECT = ("model", "user")
-_EVERY = (*_WITHOUT_EFFECT, TRUNCATE, LORA)
+OF_LABELS = frozenset((*_WITHOUT_EFFECT, TRUNCATE, LORA))  # the fields of all requests for labels and ranks
 Given: TypeAlias = "Mapping[str, object]"
 
 
@@ -62,7 +62,7 @@ PAIRS: Mapping[str, tuple[str, Callable[[Given], tuple[list[TextPair], Options]]
 
 def _options(url: str, given: Given, beside: Collection[str], instead: Mapping[str, str]) -> Options:
     found = {name: value for name, value in given.items() if value is not None}
-    refuse_unknown("field", found, (*_EVERY, *beside), instead)
+    refuse_unknown("field", found, sorted({*OF_LABELS, *beside}), instead)
     for name in found.keys() & _WITHOUT_EFFECT:
         UNUSED[name].value(name, found[name])
     most = MOST_RETURNED.value(TOP_N, found[TOP_N]) if TOP_N in found else None

@@ -47,7 +47,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "disable_log_stats": ForeignOption(f"{_NOTHING_LOGGED}; {_LEAVE_OUT}", _TRUE_OR_FALSE),
     "download_dir": ForeignOption("the environment's HF_HOME says where downloads lie", (None,)),
     "enable_chunked_prefill": ForeignOption(_AT_ONCE, _TRUE_OR_FALSE),
-    "enable_lora": ForeignOption(f"adapters of requests need no leave; {_LEAVE_OUT}", (*_TRUE_OR_FALSE, None)),
+    "enable_lora": ForeignOption(f"adapters of requests need no switch; {_LEAVE_OUT}", (*_TRUE_OR_FALSE, None)),
     "enable_prefix_caching": ForeignOption(
         "generate_stream, `h2o-flexgen batch` and `h2o-flexgen serve` compute once what prompts begin with alike, unless "
         "shared_prefixes=False; generate computes each prompt by itself",

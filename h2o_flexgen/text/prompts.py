@@ -215,7 +215,7 @@ def read_documents(query: object, documents: object, template: object = None) ->
     if wrong := [one for one in texts if not isinstance(one, str) or not one]:
         raise ValueError(f"a document is {shown(wrong[0])}; a document is a text")
     if template is not None and (not isinstance(template, str) or {QUERY, DOCUMENT} - {*PLACES_OF_PAIR.findall(template)}):
-        raise ValueError(f"the template is {shown(template)}; it is a text with {QUERY} and {DOCUMENT} in it")
+        raise ValueError(f"template is {shown(template)}; it is a text with {QUERY} and {DOCUMENT} in it")
     return [TextPair(query, one, template) for one in texts]
 
 

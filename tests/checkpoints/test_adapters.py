@@ -241,9 +241,9 @@ def with_tensors(**tensors: Tensor) -> Callable[[Path], None]:
 
 UP = "model.layers.0.mlp.up_proj"
 REFUSED: Mapping[str, tuple[Callable[[Path], object], str]] = {
-    "another kind": (changed(peft_type="IA3"), "is of the kind 'IA3', and only LORA can be merged; give another adapter"),
-    "DoRA": (changed(use_dora=True), "is of the kind DoRA (use_dora), and only LoRA and rsLoRA can be merged"),
-    "biases": (changed(bias="all"), "has biases of its own (bias 'all'), which are not merged"),
+    "another kind": (changed(peft_type="IA3"), "is of the kind 'IA3', and only LORA can be used; give another adapter"),
+    "DoRA": (changed(use_dora=True), "is of the kind DoRA (use_dora), and only LoRA and rsLoRA can be used"),
+    "biases": (changed(bias="all"), "has biases of its own (bias 'all'), which are not used"),
     "whole modules": (changed(modules_to_save=["lm_head"]), "sets modules_to_save (['lm_head']), which is not supported"),
     "parameters": (changed(target_parameters=["a"]), "sets target_parameters (['a']), which is not supported"),
     "a later kind": (changed(new_option=True), "sets new_option (True), which is not supported"),

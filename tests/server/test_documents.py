@@ -18,7 +18,19 @@ from openai.types.embedding_create_params import EmbeddingCreateParams as OfEmbe
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as OfResponses
 
 from h2o_flexgen.jobs.line_fields import OF_CHATS, OF_PROMPTS
-from h2o_flexgen.jobs.pooling_fields import OF_EMBEDDINGS
+from h2o_flexgen.jobs.pooling_fields import (
+    CLASSIFY,
+    DOCUMENTS,
+    FIRST,
+    OF_EMBEDDINGS,
+    OF_LABELS,
+    QUERY,
+    RERANK,
+    SCORE,
+    SECOND,
+    TEMPLATE,
+    TOP_N,
+)
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.server import response_fields
 from tests.helpers.tiny import save_classifier
@@ -64,7 +76,9 @@ def for_test(example: str, server: Served) -> str:
     return changed
 
 
-# url -> the heading of its fields in the page, what OpenAI's client can send there, a body that is fine, and what is read here
+LABELS = "Labels and ranks"
+# url -> the heading of its fields in the page, what clients can send there (OpenAI's, where it knows the url), a body that is
+# fine, and what is read here
 INTERFACES: Mapping[str, tuple[str, set[str], dict[str, Any], frozenset[str]]] = {
     "/v1/chat/completions": (
         "Fields",
@@ -75,6 +89,9 @@ INTERFACES: Mapping[str, tuple[str, set[str], dict[str, Any], frozenset[str]]] =
     "/v1/completions": ("Fields", {*OfPrompts.__annotations__, "stream"}, {"prompt": "x"}, OF_PROMPTS),
     "/v1/responses": ("Responses", {*OfResponses.__annotations__, "stream"}, {"input": "x"}, response_fields.KNOWN),
     "/v1/embeddings": ("Embeddings", {*OfEmbeddings.__annotations__}, {"input": "x"}, OF_EMBEDDINGS),
+    CLASSIFY: (LABELS, {*OF_LABELS, "input"}, {"input": "x"}, OF_LABELS),
+    SCORE: (LABELS, {*OF_LABELS, TEMPLATE}, {FIRST: "x", SECOND: "y"}, OF_LABELS),
+    RERANK: (LABELS, {*OF_LABELS, TEMPLATE, TOP_N}, {QUERY: "x", DOCUMENTS: ["y"]}, OF_LABELS),
 }
 
 
@@ -90,16 +107,17 @@ def rows_of(heading: str) -> list[tuple[set[str], str]]:
 
 
 @pytest.mark.parametrize("url", INTERFACES)
-def test_every_field_that_the_client_of_openai_can_send_is_named(url: str) -> None:
+def test_every_field_that_clients_can_send_is_named(url: str) -> None:
     heading, known, body, _ = INTERFACES[url]
     named = {*re.findall(r"`(\w+)", section(heading))}
     assert len(known) >= 5 and known - named - body.keys() - {"model"} == set()
 
 
 @pytest.mark.parametrize("url", INTERFACES)
-def test_no_field_of_openai_is_ignored(url: str, server: Served) -> None:
+def test_no_field_of_clients_is_ignored(url: str, request: pytest.FixtureRequest) -> None:
     """Each is looked at, or refused by its name: none may be what no field is."""
-    _, known, body, _ = INTERFACES[url]
+    heading, known, body, _ = INTERFACES[url]
+    server = request.getfixturevalue("server_that_ranks" if heading == LABELS else "server")
     with server.http() as http:
         answers = {name: http.post(url, json={**body, name: {"a": 1}}) for name in known}
     assert {name: answer.status_code for name, answer in answers.items() if answer.status_code not in (400, 404)} == {}
