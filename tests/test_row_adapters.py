@@ -57,6 +57,10 @@ NAMES = ("one", "two", "three", None)  # of the adapters of rows in a block
 Found = tuple[list[tuple[int, ...]], dict[tuple[int, int], Tensor]]
 
 
+def keep(logits: dict[tuple[int, int], Tensor], row: int, step: int, own: Tensor) -> None:
+    logits[row, step] = own.clone()
+
+
 def not_of_experts(name: str) -> bool:
     """Nor of their router, nor computed in parts."""
     return ".experts." not in name and not name.endswith((".gate.weight", "_gate.weight", ".kv_b_proj.weight"))
@@ -403,10 +407,6 @@ def test_answers_depend_on_the_adapters_that_there_are(llama: Adapted) -> None:
         assert model_settings(llm)[0] != settings[1], "another one by the same name"
 
 
-def keep(logits: dict[tuple[int, int], Tensor], row: int, step: int, own: Tensor) -> None:
-    logits[row, step] = own.clone()
-
-
 @pytest.mark.parametrize("plan", [{}, {"percent": ON_DISK}, {"weight_codec": "group4"}, {"dtype": "bfloat16"}], ids=str)
 def test_recorded_steps_have_the_bits_of_those_that_are_not(plan: dict[str, Any], llama: Adapted) -> None:
     """Also behind a row that has left, with an adapter of its own."""
@@ -415,9 +415,7 @@ def test_recorded_steps_have_the_bits_of_those_that_are_not(plan: dict[str, Any]
         logits: dict[tuple[int, int], Tensor] = {}
         params = [SamplingParams(max_tokens=16 - 5 * (name == "two"), lora_name=name, ignore_eos=True) for name in NAMES]
         with llama.open(graphs=graphs, **plan) as llm:
-            made = llm.generate(
-                [PROMPT] * 4, params, on_logits=lambda row, step, own: logits.update({(row, step): own.clone()})
-            )
+            made = llm.generate([PROMPT] * 4, params, on_logits=partial(keep, logits))
             assert llm.stats is not None and not llm.stats.unrecorded
             return [one.token_ids for one in made], logits, llm.stats.replayed
 

@@ -38,7 +38,7 @@ class Site:
     threads: int = 1  # of the CPU
     graph_bytes: int | None = None  # that an accelerator takes for a graph; None: it is not known whether graphs hold there
     writes_prefixes: bool = False  # a thread writes prefixes that rows share to a folder
-    adapters: AdapterRoom = NO_ADAPTERS  # those of rows, on the tier that computes
+    adapters: AdapterRoom = NO_ADAPTERS  # what those of rows take, on the tier that computes
 
     def usual_dtype(self, stored: str | None = None) -> str:
         """The default type to compute in: bf16 on CPUs, some of which have instructions for products of it;

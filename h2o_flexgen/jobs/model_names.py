@@ -35,9 +35,8 @@ class ModelNames:
         found = asked.removeprefix(f"{self.model}:") if isinstance(asked, str) else None
         if found not in self.adapters:
             hint = did_you_mean(asked, [*self.every, *self.adapters]) if isinstance(asked, str) else ""
-            known = " and ".join(map(shown, self.every))
-            told = "there are" if self.adapters else "this server has"
-            raise UnknownModel(f"the model {shown(asked)} is not here; {told} {known}{hint}")
+            known = " or ".join(map(shown, self.every))
+            raise UnknownModel(f"the model {shown(asked)} is not here; ask for {known}{hint}")
         return found
 
     def read(self, body: Mapping[str, object]) -> Mapping[str, object]:

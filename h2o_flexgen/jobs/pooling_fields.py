@@ -23,8 +23,8 @@ from h2o_flexgen.text.prompts import TextPair, read_documents
 CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
 FIRST, SECOND, QUERY, DOCUMENTS, TOP_N, TEMPLATE = "text_1", "text_2", "query", "documents", "top_n", "template"
 TRUNCATE = "truncate"
-_WITHOUT_EFFECT = ("model", "user")
-OF_LABELS = frozenset((*_WITHOUT_EFFECT, TRUNCATE, LORA))  # the fields of all requests for labels and ranks
+_ONLY_CHECKED = ("model", "user")  # the adapter that the first one names is read before; the other one changes nothing
+OF_LABELS = frozenset((*_ONLY_CHECKED, TRUNCATE, LORA))  # the fields of all requests for labels and ranks
 Given: TypeAlias = "Mapping[str, object]"
 
 
@@ -63,7 +63,7 @@ PAIRS: Mapping[str, tuple[str, Callable[[Given], tuple[list[TextPair], Options]]
 def _options(url: str, given: Given, beside: Collection[str], instead: Mapping[str, str]) -> Options:
     found = {name: value for name, value in given.items() if value is not None}
     refuse_unknown("field", found, sorted({*OF_LABELS, *beside}), instead)
-    for name in found.keys() & _WITHOUT_EFFECT:
+    for name in found.keys() & _ONLY_CHECKED:
         UNUSED[name].value(name, found[name])
     most = MOST_RETURNED.value(TOP_N, found[TOP_N]) if TOP_N in found else None
     form = LabelForm(read_truncate(found.get(TRUNCATE)), url, most)
@@ -84,7 +84,7 @@ def _pair(first: object, second: object, template: object) -> TextPair:
 
 FLOAT, BASE64 = "float", "base64"
 ENCODING, OF_PARAMS = "encoding_format", ("pooling", "normalize", LORA)
-OF_EMBEDDINGS = frozenset((*_WITHOUT_EFFECT, ENCODING, *OF_PARAMS, TRUNCATE))
+OF_EMBEDDINGS = frozenset((*_ONLY_CHECKED, ENCODING, *OF_PARAMS, TRUNCATE))
 _ENCODINGS = Choice((FLOAT, BASE64))
 
 
@@ -92,7 +92,7 @@ def read_embedding_options(given: Mapping[str, object], beside: Collection[str])
     """The options of a request for embeddings. A field that is null is left open."""
     found = {name: value for name, value in given.items() if value is not None}
     refuse_unknown("field", found, sorted({*OF_EMBEDDINGS, *beside}), INSTEAD)
-    for name in found.keys() & _WITHOUT_EFFECT:
+    for name in found.keys() & _ONLY_CHECKED:
         UNUSED[name].value(name, found[name])
     params = PoolingParams(**{name: found[name] for name in OF_PARAMS if name in found})  # type: ignore[arg-type]
     encoding = _ENCODINGS.value(ENCODING, found.get(ENCODING, FLOAT))

@@ -26,12 +26,6 @@ class LowRankMatrices:
     b: Tensor  # (outputs, rank)
     factor: float
 
-    def of(self, x: Tensor) -> Tensor:
-        """What it adds to the products of rows (rows, inputs): (rows, outputs), in fp32. With kernels in C it does not depend
-        on the rows beside a row."""
-        between = steady_product(Factor(x.float()), self.a, None)
-        return steady_product(Factor(between), self.b, None).mul_(self.factor)
-
 
 @dataclass(frozen=True, eq=False)
 class AdaptedRows:
@@ -78,7 +72,14 @@ class AdaptedMatrix:
 
 def _add(factor: float, made: Tensor, given: Tensor, places: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds to the products of the rows that have an adapter what it adds."""
-    made[places] = (made[places].float() + LowRankMatrices(a, b, factor).of(given[places])).to(made.dtype)
+    made[places] = (made[places].float() + low_rank_product(given[places], a, b, factor)).to(made.dtype)
+
+
+def low_rank_product(x: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """What an adapter adds to the products of rows (rows, inputs): (rows, outputs), in fp32. With kernels in C it does not
+    depend on the rows beside a row."""
+    between = steady_product(Factor(x.float()), a, None)
+    return steady_product(Factor(between), b, None).mul_(factor)
 
 
 def bare(matrix: Any) -> Any:

@@ -28,13 +28,12 @@ from h2o_flexgen.models.granite import IN_GGUF, GraniteMoe
 from h2o_flexgen.models.granite import KEYS as OF_GRANITE
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, MlpNames
-from h2o_flexgen.models.mamba import IN_FILES, KERNEL, KEYS, SIZES, VECTORS, Mamba
+from h2o_flexgen.models.mamba import FULL, IN_FILES, KERNEL, KEYS, SCAN, SIZES, VECTORS, Mamba
 from h2o_flexgen.models.mixture import SHARED, Mixture
 from h2o_flexgen.models.phi3 import FUSED_STATES
 
 INTO_SHARED, OUT_OF_SHARED = f"{SHARED}.gate_up_proj", f"{SHARED}.down_proj"
 ROTATED, FINETUNED = "rope", "rope.scaling.finetuned"
-SCAN, FULL = "linear_attention", "full_attention"
 
 
 def _shared_width(said: GgufModel) -> int:

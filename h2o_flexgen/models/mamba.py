@@ -19,7 +19,8 @@ from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Co
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
 
-ATTENTION = ("full_attention", "attention")  # what configs call blocks with attention
+SCAN, FULL = "linear_attention", "full_attention"  # what configs call the kinds of blocks
+ATTENTION = (FULL, "attention")
 INPUTS, MATRIX = "inputs", "matrix"  # the states of a row
 NO_LIMITS = (0.0, inf)
 NAME = "mamba"

@@ -27,15 +27,13 @@ from h2o_flexgen.models.config_values import BLOCKS, CONVOLVED_TOKENS, HEADS, MO
 from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.layout import Origin
 from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, Traits
-from h2o_flexgen.models.mamba import IN_FILES, KERNEL, KEYS, VECTORS, Mamba, ScanBiases, ScanHeads
+from h2o_flexgen.models.mamba import FULL, IN_FILES, KERNEL, KEYS, SCAN, VECTORS, Mamba, ScanBiases, ScanHeads
 from h2o_flexgen.models.mixture import INTO_LATENT, OUT_OF_LATENT, SHARED, ExpertGroups, Mixture
 from h2o_flexgen.models.norms import NormPlaces
 
-SCAN, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"  # what configs call the kinds of blocks
+MLP, MOE = "mlp", "moe"  # what configs call blocks without a scan and without attention
 ONE_NORM = NormPlaces(before_mlp="input_layernorm")  # a block has one
 BEST_OF_GROUP = 2  # say what a group of experts ranks by
-
-
 INNER = "feed_forward_length"  # a key of metadata
 
 

@@ -76,8 +76,8 @@ def test_a_request_gets_the_adapter_that_its_model_names(server: Served, alone: 
         assert by_field.choices[0].text == alone["two"]
         said = [client.responses.create(model=name, input=PROMPT, max_output_tokens=FOUR, temperature=0) for name in alone]
         assert len({one.output_text for one in said}) > 1 and said[1].model == f"{MODEL}:two"
-        chats = [client.embeddings.create(model=name, input=PROMPT).data[0].embedding for name in alone]
-        assert len({tuple(one) for one in chats}) == 3
+        vectors = [client.embeddings.create(model=name, input=PROMPT).data[0].embedding for name in alone]
+        assert len({tuple(one) for one in vectors}) == 3
 
 
 def test_a_model_or_an_adapter_that_is_not_here_is_refused(server: Served) -> None:
@@ -143,4 +143,4 @@ def test_names_are_those_of_the_model_and_of_its_adapters() -> None:
     names = ModelNames("a/b:c", ["one"])
     assert [names.adapter(asked) for asked in (None, "a/b:c", "one", "a/b:c:one")] == [None, None, "one", "one"]
     assert names.read({"model": "one", "n": 1}) == {"model": "one", "n": 1, "lora_name": "one"}
-    assert "is not here; there are 'a/b:c' and 'a/b:c:one'" in one_line(lambda: names.adapter("a/b:one"))
+    assert "is not here; ask for 'a/b:c' or 'a/b:c:one'" in one_line(lambda: names.adapter("a/b:one"))

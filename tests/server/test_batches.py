@@ -137,7 +137,7 @@ def test_bad_lines_are_named_and_nothing_is_run(server: Served, client: OpenAI) 
         2: ("{", "it is not JSON"),
         3: (json.dumps({"prompt": "x"}), "it is no request of a batch; write an object with custom_id, method, url, body"),
         4: (json.dumps(line("c", {"messages": []}, CHAT)), f'url is "{CHAT}", but this batch is for "{COMPLETIONS}"'),
-        5: (json.dumps(line("d", {"prompt": "x", "model": "tinny"})), "the model 'tinny' is not here; this server has 'tiny'"),
+        5: (json.dumps(line("d", {"prompt": "x", "model": "tinny"})), "the model 'tinny' is not here; ask for 'tiny'"),
         6: (json.dumps(line("0", {"prompt": "x"})), "its custom_id '0' is that of line 1, too"),
         7: (json.dumps(line("f", {"prompt": "x", "n": 200})), "n is 200; allowed is 128 at most"),
         8: (json.dumps(line("g", {"prompt": "x", "stream": True})), "stream is True; records come whole"),

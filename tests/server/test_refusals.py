@@ -179,7 +179,7 @@ def test_a_page_of_another_site_is_not_allowed_to_ask_or_to_read(http: httpx.Cli
 def test_other_models_paths_and_methods_are_refused(http: httpx.Client, server: Served) -> None:
     found = error(http.post("/v1/completions", json={"model": "tinny", "prompt": "x"}), 404)
     assert (found["code"], found["param"]) == ("model_not_found", "model")
-    assert found["message"] == "the model 'tinny' is not here; this server has 'tiny'; did you mean tiny?"
+    assert found["message"] == "the model 'tinny' is not here; ask for 'tiny'; did you mean tiny?"
     assert error(http.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
     assert error(http.get("/v1/images"), 404)["message"] == "GET '/v1/images' is nothing that this server knows"
     answer = http.get("/v1/completions")
