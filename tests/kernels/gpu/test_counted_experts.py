@@ -166,8 +166,9 @@ def test_a_slice_of_few_tokens_is_as_where_python_counts_and_waits_for_nothing(
     assert torch.equal(after, bits) and not torch.equal(after, before)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "q4_K", "q4_0", "fp8-128x128-float32"])
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("name", "has_bias"), [("mxfp4", True), ("q4_K", False), ("q4_0", True), ("fp8-128x128-float32", False)]
+)
 def test_so_do_those_in_a_checkpoints_own_form(name: str, has_bias: bool, gpu: torch.device) -> None:
     format = FORMATS[name]
     assert isinstance(format, Stored)
