@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,7 @@ WHERE_FOUND = f"where --percent is {AUTO}"
 SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # over every tier
 # without --model: the package's own, heavy hitters kept; or a small OPT where weights are to be random
 DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, **DEMO_SAMPLING}
+KV_IN_MEMORY = [20, 30, 20, 80, 100, 0]  # where a step chooses what it attends, KV must rest
 NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
 FEW_PROMPTS = 4  # that are made up where nothing says how much is to be run
 DEMO_PROMPTS = (
@@ -116,7 +117,17 @@ class RunRequest:
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
     """Parses the flags. Abbreviations are allowed, as published FlexGen commands have them (`--cpu`, `--debug`)."""
-    return make_parser(program).parse_or_demo(argv, DEMO_RUN, NOISE_RUN)
+    parser = make_parser(program)
+    return parser.parse_or_demo(argv, _demo_run(parser.parse(argv)), NOISE_RUN)
+
+
+def _demo_run(asked: Namespace) -> Mapping[str, object]:
+    """The run without --model. Its own policy gives way to what needs all tokens, and so does its KV on disk."""
+    recalls = asked.kv_recall is not None
+    if not recalls and asked.draft == PLAN["draft"].default:
+        return DEMO_RUN
+    kept = {name: value for name, value in DEMO_RUN.items() if name != "kv_policy"}
+    return {**kept, "percent": KV_IN_MEMORY} if recalls else kept
 
 
 def request_of(flags: Namespace) -> RunRequest:

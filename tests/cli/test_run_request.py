@@ -18,6 +18,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.search import BUFFERS
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.open_request import what_is_searched
+from tests.helpers.refusals import one_line
 
 
 def asked(*words: str) -> RunRequest:
@@ -150,6 +151,14 @@ def test_a_model_without_prompts_and_sizes_runs_a_few_and_says_so() -> None:
 def test_what_asks_for_sizes_still_runs_a_block_of_made_up_prompts(words: str) -> None:
     request = asked("--model", "m", *words.split())
     assert request.prompts == MadeUpPrompts(None, 512) and request.notes == ()
+
+
+def test_the_policy_of_the_demo_gives_way_to_what_needs_all_tokens() -> None:
+    recalls, drafts, plain = asked("--kv-recall", "0.1").plan, asked("--draft", "ngram").plan, asked().plan
+    assert isinstance(recalls, Plan) and isinstance(drafts, Plan) and isinstance(plain, Plan)
+    assert (recalls.kv_policy, drafts.kv_policy, plain.kv_policy) == ("full", "full", "h2o")
+    assert recalls.percent[2:4] == (20, 80) and drafts.percent == plain.percent
+    assert "'h2o' does not take kv_recall" in one_line(lambda: asked("--kv-recall", "0.1", "--kv-policy", "h2o"))
 
 
 def test_a_path_without_a_model_is_no_demo() -> None:
