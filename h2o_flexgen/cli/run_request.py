@@ -46,6 +46,7 @@ DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, **DEM
 KV_IN_MEMORY = [20, 30, 20, 80, 100, 0]  # where a step chooses what it attends, KV must rest
 NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
 FEW_PROMPTS = 4  # that are made up where nothing says how much is to be run
+SHOWS_TIERS = f"no --model: {DEMO}, the model of the package, spread over all tiers, with {H2O.name}, to show them"
 DEMO_PROMPTS = (
     "It was a dark and stormy night, and the captain of the ship",
     '"My dear," said the old lady, laying down her knitting, "I must tell you',
@@ -184,6 +185,8 @@ def _files(flags: Namespace) -> OutputFiles:
 
 
 def _notes(flags: Namespace, prompts: tuple[str, ...] | MadeUpPrompts) -> Iterator[str]:
+    if flags.demo and all(getattr(flags, name) == DEMO_RUN[name] for name in ("model", "percent", "kv_policy")):
+        yield SHOWS_TIERS
     if not isinstance(prompts, MadeUpPrompts) and flags.prompt_len is not None and not flags.demo:
         yield f"--prompt-len {flags.prompt_len} is not used: the prompts are given"
     if isinstance(prompts, MadeUpPrompts) and _asks_no_sizes(flags):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.common_requests import plan_of
-from h2o_flexgen.cli.run_request import DEMO_PROMPTS, FEW_PROMPTS, MadeUpPrompts, RunRequest, parse, request_of
+from h2o_flexgen.cli.run_request import DEMO_PROMPTS, FEW_PROMPTS, SHOWS_TIERS, MadeUpPrompts, RunRequest, parse, request_of
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
@@ -159,6 +160,17 @@ def test_the_policy_of_the_demo_gives_way_to_what_needs_all_tokens() -> None:
     assert (recalls.kv_policy, drafts.kv_policy, plain.kv_policy) == ("full", "full", "h2o")
     assert recalls.percent[2:4] == (20, 80) and drafts.percent == plain.percent
     assert "'h2o' does not take kv_recall" in one_line(lambda: asked("--kv-recall", "0.1", "--kv-policy", "h2o"))
+
+
+def test_the_demo_says_why_it_is_spread_over_all_tiers() -> None:
+    assert asked().notes == (SHOWS_TIERS,)
+    for flags in (
+        ("--percent", *["100", "0", "100", "0", "100", "0"]),
+        ("--kv-recall", "0.1"),
+        ("--kv-policy", "full"),
+        ("--model", DEMO),
+    ):
+        assert SHOWS_TIERS not in asked(*flags).notes
 
 
 def test_a_path_without_a_model_is_no_demo() -> None:
