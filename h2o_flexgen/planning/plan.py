@@ -200,7 +200,7 @@ class Plan:
         Full.name,
         Choice(POLICIES),
         "NAME",
-        f"{', '.join(POLICIES)} (default: {Full.name}, or {H2O.name} where any option of this group is given)",
+        f"{', '.join(POLICIES)} (default: {Full.name}, or {H2O.name} where an option of policies that evict is given)",
     )
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and which tokens are protected
     head_budgets: HeadBudgets | None = option(
