@@ -134,8 +134,8 @@ class PlanReport:
         generated = f"{'up to ' if is_running else ''}{workload.gen_len} to generate for each"
         yield entry("prompts", f"{prompts}, {generated}", num_prompts=workload.num_prompts)
         if not is_running:
-            blocks = f"{len(self.planned.blocks)} of them to run"
-            yield entry("block", f"{plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks}")
+            blocks = "1 block" if (number := len(self.planned.blocks)) == 1 else f"{number} blocks"
+            yield entry("block", f"{plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks} to run")
             return
         sizes = [batch.size for batch in self.first.block.batches]
         yield entry("block", f"{max(sizes)} seats x {len(sizes)} batches, in which rows come and go")
