@@ -206,7 +206,9 @@ def facts_kept(plan: Plan, source: str) -> Entry:
     found = survival_under(plan, source)
     if found is None:
         asked = "evaluate --tasks recall measures it"
-        return entry("facts", f"which of a text survive this policy was not measured for {source}; {asked}", facts=None)
+        return entry(
+            "facts", f"how many facts of a text survive this policy was not measured for {source}; {asked}", facts=None
+        )
     said = f"{100 * found.visible:.0f} % of what it answers with all kept if the question stands in the prompt"
     later = f"{100 * found.hidden:.0f} % if it comes later"
     texts = f" about texts of {found.tokens} tokens" if found.tokens else ""
