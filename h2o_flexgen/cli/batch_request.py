@@ -140,7 +140,7 @@ class BatchRequest:
         """Refuses to go on with a job that was begun under other settings, unless that was asked for."""
         if self.begun is None or self.resuming.anyway:
             return
-        if differences := list(self.begun.differences(settings)):
+        if differences := list(self.begun.differences(settings, self.model.name)):
             job = f"the job in {OUTPUT} {self.files.output.name} was begun with other options"
             raise ValueError(f"{job}: {'; '.join(differences)}; give them as they were, or another {OUTPUT}; {ANYWAY} goes on")
 

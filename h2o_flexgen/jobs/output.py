@@ -21,6 +21,7 @@ from h2o_flexgen.jobs.openai_answers import BAD_REQUEST, RecordMaker, as_line, r
 from h2o_flexgen.jobs.recovery import OPEN, AppendFile, Finished, OutputReader, cleaned
 from h2o_flexgen.sampling.completion import Completion
 
+OF_WEIGHTS = "the model's weights"  # a setting that is a digest, which says nothing to a person
 WAITING = ".waiting"  # ends the name of the file of records that others must come before
 
 
@@ -195,12 +196,18 @@ class Manifest:
     def with_run(self, run: Settings) -> Manifest:
         return replace(self, runs=(*self.runs, run), result=None)
 
-    def differences(self, settings: Settings) -> Iterator[str]:
-        """What of these settings was otherwise when the job began."""
+    def differences(self, settings: Settings, model: str = "") -> Iterator[str]:
+        """What of these settings was otherwise when the job began. `model`: the name of the one that is used now."""
         for name, given in settings.items():
             before, now = self.settings.get(name), _as_read(given)
             if before != now:
-                yield f"{name} was {shown(before)} and is {shown(now)}"
+                yield self._other_weights(model) if name == OF_WEIGHTS else f"{name} was {shown(before)} and is {shown(now)}"
+
+    def _other_weights(self, model: str) -> str:
+        before = self.runs[0].get("model") if self.runs else None
+        if model and isinstance(before, str) and before != model:
+            return f"the model was {shown(before)} and is {shown(model)}"
+        return f"{OF_WEIGHTS} were other ones"
 
     def notes(self, noted: Settings) -> Iterator[str]:
         for name, now in noted.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from h2o_flexgen.jobs.index import InputPart
-from h2o_flexgen.jobs.output import Manifest, manifest_file
+from h2o_flexgen.jobs.output import OF_WEIGHTS, Manifest, manifest_file
 from tests.helpers.refusals import one_line
 
 MANIFEST = Manifest(
@@ -44,6 +45,13 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
     now = {"temperature": 0.5, "stop": ["a", "b"], "top_k": 3}
     assert list(read.differences(now)) == ["temperature was 0.7 and is 0.5", "top_k was None and is 3"]
     assert list(read.notes({"torch": "3"})) == ["torch was '2' when the job began, and is '3'"]
+
+
+def test_another_model_is_told_by_its_name_and_not_by_a_digest() -> None:
+    begun = replace(MANIFEST, settings={OF_WEIGHTS: "a914"}).with_run({"model": "smollm2"}).with_run({"model": "demo"})
+    assert list(begun.differences({OF_WEIGHTS: "8bc3"}, "demo")) == ["the model was 'smollm2' and is 'demo'"]
+    for same in (begun.differences({OF_WEIGHTS: "8bc3"}, "smollm2"), begun.differences({OF_WEIGHTS: "8bc3"})):
+        assert list(same) == ["the model's weights were other ones"]
 
 
 def test_a_result_is_that_of_the_last_run() -> None:
