@@ -13,7 +13,7 @@ from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, p
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import MODEL, NOISE, PLAN, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
-from h2o_flexgen.core.hints import not_installed, shown
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import SIZE, parse_bytes
 from h2o_flexgen.core.workload import GATHER, PROMPTS, TOKENS
 from h2o_flexgen.planning.machine import Machine
@@ -30,6 +30,7 @@ WHERE_FOUND = f"where --percent is {AUTO}"
 KEYS = "--api-key-file"
 DATA_DIR = "--data-dir"
 STACK = ("starlette", "uvicorn", "python_multipart")  # what the extra brings
+LACKS = "the server needs starlette, uvicorn and python-multipart, which the extra [serve] brings: pip install -e '.[serve]'"
 HOST, PORT = "127.0.0.1", 8000
 WAITS = "0.1s"
 ROWS, WAITING = 32, 1024
@@ -96,7 +97,7 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 def request_of(flags: Namespace) -> ServeRequest:
     if any(find_spec(package) is None for package in STACK):
-        raise ValueError(not_installed("What a server listens with", "serve"))
+        raise ValueError(LACKS)
     plan = plan_of(flags)
     if flags.percent != AUTO:
         refuse_search_options(flags, f"say --percent {AUTO}")

@@ -77,5 +77,5 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 def test_a_user_without_the_extra_is_told_how_to_get_it(monkeypatch: Any) -> None:
     monkeypatch.setattr(serve_request, "find_spec", lambda name: None)
-    said = "What a server listens with is not installed; it comes with the extra [serve]: pip install -e '.[serve]'"
+    said = "the server needs starlette, uvicorn and python-multipart, which the extra [serve] brings: pip install -e '.[serve]'"
     assert one_line(asked) == said
