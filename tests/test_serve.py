@@ -99,6 +99,7 @@ def test_a_signal_ends_it_when_everybody_has_an_answer(command: Any, monkeypatch
     visitor.has_been_there()
     assert result.status == 0 and heard[-1].finish_reason == "length"
     assert f"serving   tiny at http://127.0.0.1:{visitor.place.port}/v1: 3 seats, prompts of up to 97 tokens" in result.out[-2]
+    assert "prompts   of up to 97 tokens, up to 32 to generate for each" in result.out, "how many will come is not known"
     assert result.said == ["note: shutting down: finishing admitted requests; another signal ends at once"]
     assert result.json["completions"] == {"length": 1} and result.json["answers"] == {"200": 1}
     assert result.json["generated_tokens"] == 20

@@ -85,7 +85,7 @@ class Preparing:
         self._find_plan(room)
         with _named_as_flags():
             arrivals = self.llm.arrivals(room.prompt_len, room.gen_len, prefix_room=self.request.prefix_room)
-        report = PlanReport.of(self.llm.loaded, arrivals.planned)
+        report = PlanReport.of(self.llm.loaded, arrivals.planned, arriving=True)
         self._announce(report, arrivals)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
             self.llm.load(OpeningReport(progress).stage)

@@ -45,9 +45,10 @@ class PlanReport:
     packing: Packing | None = None
     tokenizer_note: str = ""
     stored: StoredWeights | None = None  # what was found in the checkpoint
+    arriving: bool = False  # how many prompts will come is not known
 
     @classmethod
-    def of(cls, loaded: LoadedModel, planned: WorkloadPlan) -> PlanReport:
+    def of(cls, loaded: LoadedModel, planned: WorkloadPlan, arriving: bool = False) -> PlanReport:
         """The report of a model that is open."""
         return cls(
             model=loaded.request.model.name,
@@ -59,6 +60,7 @@ class PlanReport:
             packing=loaded.packing,
             tokenizer_note=loaded.tokenizer.note,
             stored=StoredWeights.of(loaded.opened),
+            arriving=arriving,
         )
 
     @property
@@ -130,7 +132,8 @@ class PlanReport:
         """What there is to do, and in which blocks."""
         plan, workload = self.planned.plan, self.planned.workload
         is_running = workload.gen_lens is not None
-        prompts = f"{workload.num_prompts} of up to {max(workload.prompt_lens)} tokens"
+        many = "" if self.arriving else f"{workload.num_prompts} "
+        prompts = f"{many}of up to {max(workload.prompt_lens)} tokens"
         generated = f"{'up to ' if is_running else ''}{workload.gen_len} to generate for each"
         yield entry("prompts", f"{prompts}, {generated}", num_prompts=workload.num_prompts)
         if not is_running:
