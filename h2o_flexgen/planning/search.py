@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import log2
+from math import ceil, log2
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import DEVICE, Site
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
@@ -442,6 +442,13 @@ def _smallest(problem: SearchProblem) -> Iterator[Plan]:
         yield from _offloaded(replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK))
 
 
+MEMORY_FLAGS = {DEVICE: "--gpu-mem", HOST: "--cpu-mem"}
+
+
+def _as_flag(tier: str, need: int) -> str:
+    return f" ({MEMORY_FLAGS[tier]} {ceil(need / 1e6)}MB)" if tier in MEMORY_FLAGS else ""
+
+
 def nearest_miss(problem: SearchProblem) -> str:
     """What the smallest of all plans lacks."""
     misses = []
@@ -456,5 +463,5 @@ def nearest_miss(problem: SearchProblem) -> str:
     more, tier, need, limit = min(misses)
     return (
         f"no plan fits: even one row with everything offloaded needs {format_bytes(need)} on {tier}, "
-        f"and the limit is {format_bytes(limit)}; give {format_bytes(more)} more on {tier}"
+        f"and the limit is {format_bytes(limit)}; give {format_bytes(more)} more on {tier}{_as_flag(tier, need)}"
     )

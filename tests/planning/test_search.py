@@ -261,8 +261,10 @@ def test_what_is_lacking_is_named_and_with_so_much_more_it_fits(accelerator: boo
     with pytest.raises(NoPlan) as refused:
         search(asked)
     line = str(refused.value)
-    match = re.search(r"no plan fits: even one row .* on host, and the limit is 31.46 MB; give (.* MB) more on host$", line)
+    said = r"no plan fits: even one row .* on host, and the limit is 31.46 MB; give (.* MB) more on host \(--cpu-mem (\d+MB)\)$"
+    match = re.search(said, line)
     assert match and "\n" not in line, line
+    assert parse_bytes(match[2]) >= limits.host + parse_bytes(match[1].replace(" ", "")) - 20_000  # type: ignore[operator]
     more = parse_bytes(match[1].replace(" ", "")) + 20_000  # two decimals are shown, and shares are whole per cents
     assert search(replace(asked, limits=replace(limits, host=limits.host + more))).best  # type: ignore[operator]
 
