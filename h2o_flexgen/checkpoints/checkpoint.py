@@ -231,5 +231,5 @@ def open_checkpoint(
         copy = convert(place, cache_dir, progress)
         return folder_checkpoint(copy.path, copy, quantisation, names, adapters)
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
-    advice = "give another folder, or dummy weights (--dummy-weights)"
+    advice = "give another folder, or dummy weights (--dummy-weights, in Python dummy_weights=True)"
     raise ValueError(f"{place} has no weights: none of {looked_for} is there; {advice}")

@@ -11,11 +11,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gaierror
 
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, first_part, has_magic, is_gguf
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH
 from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.core.hints import did_you_mean
+from h2o_flexgen.core.interrupted import contexts
 
 DEMO = "demo"
 ARCHITECTURES = ("llama", "opt", "neox")  # the first is meant by the name alone
@@ -137,7 +139,7 @@ ON_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*/.+\.gguf")  # owner, repository,
 WHOLE_MODELS = (SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index)
 MOST_NAMED = 5  # files in a message
 PART = re.compile(r"-\d{5}-of-")  # in the name of a part of a file
-ADVICE = f"give a local folder or {SUFFIX} file, or dummy weights (--dummy-weights)"
+ADVICE = f"give a local folder or {SUFFIX} file, or dummy weights (--dummy-weights, in Python dummy_weights=True)"
 
 
 def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
@@ -239,6 +241,8 @@ def _unreachable(name: str, error: Exception) -> ValueError:
         why = "its owner must grant access on its page; then run 'hf auth login'"
     elif isinstance(error, RepositoryNotFoundError):
         why = "there is no such model, or it is private"
+    elif any(isinstance(each, gaierror) for each in contexts(error)):
+        why = "the hub cannot be reached: its name is not known to this machine's network"
     else:
         why = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
     hint = did_you_mean(name, (*DEMO_MODELS, *FETCHED_MODELS))

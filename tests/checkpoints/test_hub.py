@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socket import gaierror
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -102,6 +103,13 @@ def test_an_unreachable_hub_is_one_line_with_advice(monkeypatch: pytest.MonkeyPa
     Hub([], error=ConnectionError("Name or service not known\nand so on")).install(monkeypatch)
     message = failing("facebook/opt-125m")
     assert "facebook/opt-125m" in message and "Name or service not known" in message and "--dummy-weights" in message
+
+
+def test_a_machine_without_a_network_is_told_so_and_not_by_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = ConnectionError("[Errno -2] Name or service not known")
+    lost.__context__ = gaierror(-2, "Name or service not known")
+    Hub([], error=lost).install(monkeypatch)
+    assert "(the hub cannot be reached: its name is not known" in failing("facebook/opt-125m")
 
 
 def test_offline_mode_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
