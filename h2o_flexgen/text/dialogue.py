@@ -82,7 +82,9 @@ class Style(ABC):
         """Refuses tools where a call could not be told from something else."""
         form, held_to = self.form(with_tools=True).calls, params.held_to
         if form is None:
-            raise ValueError(f"{TOOLS} need a chat template that writes calls as {_KNOWN_FORMS}; {self._lacks_form}")
+            raise ValueError(
+                f"{TOOLS} need a chat template that writes calls as {_KNOWN_FORMS} ({HAS_ONE} has one); {self._lacks_form}"
+            )
         if held_to is not None and held_to.kind not in (JSON, JSON_OBJECT):
             raise ValueError(f"{NAME} has a {held_to.kind}, and {TOOLS} stand beside JSON alone; leave one of them out")
         if held_to is not None and form.may_begin_bare:
@@ -176,7 +178,8 @@ class Template(Style):
         return self.tokenizer.render_chat(replace(chat, template=self.template))
 
 
-_KNOWN_FORMS = " or ".join(form.name for form in FORMS if form.encloses != THOUGHTS)
+HAS_ONE = "Qwen/Qwen3-4B"  # a model that messages name
+_KNOWN_FORMS = ", ".join(form.name for form in FORMS if form.encloses != THOUGHTS)
 
 
 def _with_ids(messages: Sequence[Message], length: int) -> Sequence[Message]:
