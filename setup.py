@@ -13,9 +13,11 @@ import subprocess
 import sysconfig
 from copy import copy
 from pathlib import Path
+from shutil import copyfile
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 KERNELS = Path("h2o_flexgen/kernels")
 PROCESSORS = {"baseline": []}  # one library for each; the one that fits is chosen when it is loaded
@@ -91,6 +93,13 @@ class BuildBeside(build_ext):
         self.extensions = [extension for extension in self.extensions if extension.name.rpartition("._")[2] in names]
 
     def build_extension(self, ext):
+        """A checkout that is installed again, with other extras, keeps the libraries that are younger than their sources."""
+        beside = KERNELS / Path(self.get_ext_filename(ext.name)).name
+        if self.editable_mode and not self.force and not newer_group([*ext.sources, *ext.depends, "setup.py"], str(beside)):
+            made = Path(self.get_ext_fullpath(ext.name))
+            made.parent.mkdir(parents=True, exist_ok=True)
+            copyfile(beside, made)
+            return
         own = copy(self)
         own.build_temp = os.path.join(self.build_temp, ext.name)
         build_ext.build_extension(own, ext)

@@ -133,6 +133,41 @@ def test_a_checkout_gets_kernels_for_this_processor_and_a_wheel_for_all(requeste
         assert next(iter(variants()), BASELINE) in found["checkout"]
 
 
+AGAIN = """
+import sys
+from setuptools import distutils
+
+build = distutils.core.run_setup("setup.py", ["--quiet"], stop_after="commandline").get_command_obj("build_ext")
+build.editable_mode, build.build_lib, build.build_temp = True, *sys.argv[1:]
+build.ensure_finalized()
+build.run()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+def test_a_checkout_that_is_installed_again_compiles_what_has_changed_alone(tmp_path: Path) -> None:
+    kernels = tmp_path / "h2o_flexgen" / "kernels"
+    kernels.mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    source = kernels / "one.c"
+    source.write_text("int one(void) { return 1; }\n")
+
+    def installed(number: int) -> bytes:
+        python("-c", AGAIN, f"made{number}", f"parts{number}", folder=tmp_path, H2O_FLEXGEN_BUILD=BASELINE)
+        (library,) = kernels.glob("*.so")
+        return library.read_bytes()
+
+    assert installed(1).startswith(b"\x7fELF")
+    (library,) = kernels.glob("*.so")
+    library.write_bytes(b"as it was")
+    for file, second in ((source, 1), (tmp_path / "setup.py", 1), (library, 2)):
+        os.utime(file, (second, second))
+    assert installed(2) == b"as it was"
+    for file, second in ((source, 3), (library, 2)):
+        os.utime(file, (second, second))
+    assert installed(3).startswith(b"\x7fELF")
+
+
 def test_the_help_a_plan_and_a_run_work_from_another_folder(installed: Path, tmp_path: Path) -> None:
     where = {"folder": tmp_path, "PYTHONPATH": str(installed)}
     place = python("-c", "import h2o_flexgen; print(h2o_flexgen.__file__)", **where)
