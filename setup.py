@@ -11,7 +11,9 @@ import platform
 import shlex
 import subprocess
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import partial
 from pathlib import Path
 from shutil import copyfile
 
@@ -80,6 +82,13 @@ def compiles(flags):
         return False
 
 
+def compile_beside(compiler, sources, **others):
+    """The object files of sources, several of which are compiled at once."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = [pool.submit(compiler.compile, [source], **others) for source in sources]
+    return [file for one in made for file in one.result()]
+
+
 class BuildBeside(build_ext):
     """Builds libraries beside each other. They have the same sources, so each has a folder of its own for what is compiled.
 
@@ -102,6 +111,8 @@ class BuildBeside(build_ext):
             return
         own = copy(self)
         own.build_temp = os.path.join(self.build_temp, ext.name)
+        own.compiler = copy(self.compiler)
+        own.compiler.compile = partial(compile_beside, self.compiler)
         build_ext.build_extension(own, ext)
 
 
