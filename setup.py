@@ -32,7 +32,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     PROCESSORS |= {"avx512bf16": BF16, "avx512amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
 INTEL, REQUEST_FOR_TILES = "GenuineIntel", (158, 0x1023, 18)  # arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
 BUILD = "H2O_FLEXGEN_BUILD"  # names of some of them, or "all"
-OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # a level in CFLAGS wins
+OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3", "-g0"]  # a level in CFLAGS wins
 
 
 def requested():
