@@ -110,6 +110,18 @@ def test_every_line_of_the_readmes_file_tree_says_what_it_is_for() -> None:
     assert [line for line in tree.splitlines() if line.strip() and len(line.split()) < 3] == []
 
 
+def test_every_script_that_measures_stands_in_the_table_of_questions() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    questions, _, shared = page.partition("## What scripts share")
+    found = {
+        path.name: path.read_text("utf-8") for path in FILES if place(path.parent) == "benchmarks" and path.suffix == ".py"
+    }
+    scripts = {name for name, text in found.items() if '__name__ == "__main__"' in text}
+    assert sorted(re.findall(r"^\| .+\? \| `(\w+\.py)` \|", questions, re.MULTILINE)) == sorted(scripts)
+    files = [cell for line in shared.splitlines() if line.startswith("| `") for cell in line.split(" | ")[:1]]
+    assert found.keys() - scripts == set(re.findall(r"`(\w+\.py)`", " ".join(files)))
+
+
 def test_every_local_link_in_the_documents_leads_somewhere() -> None:
     documents = [path for path in FILES if path.suffix == ".md"]
     links = [(path, link) for path in documents for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text("utf-8"))]
