@@ -192,7 +192,7 @@ PARAMS = (
     SamplingParams(30, stop=["the", ", "]),
     SamplingParams(30, temperature=0.8, top_k=40, stop=["a"], include_stop_str_in_output=True),
     SamplingParams(20, logprobs=2, frequency_penalty=0.3),
-    SamplingParams(20, min_tokens=9, temperature=0.7, logit_bias={5: 2.0}),
+    SamplingParams(20, min_tokens=9, temperature=0.7, logit_bias={5: 2.0}, no_repeat_ngram_size=2),
     SamplingParams(30, temperature=1.0, structured_outputs=HELD),
 )
 BEGINNINGS = ("It was", "My dear Watson", "Alice", "Call me", "So he said that", "There", "In the beginning", "Name:")

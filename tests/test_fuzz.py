@@ -98,6 +98,7 @@ def random_params(random: Random, gen_len: int) -> SamplingParams:
         logprobs=random.choice([None, 2]),
         min_tokens=min(max_tokens, random.choice([0, 0, 3])),
         presence_penalty=random.choice([0.0, 0.0, 1.5]),
+        no_repeat_ngram_size=random.choice([0, 0, 2]),
         frequency_penalty=random.choice([0.0, 0.0, -0.5]),
         logit_bias=random.choice([None, None, {random.randrange(tiny.VOCAB): 4.0}]),
         allowed_token_ids=random.choice([None, None, None, range(0, tiny.VOCAB, 2)]),

@@ -48,7 +48,9 @@ def different_options(stops: Sequence[int]) -> list[SamplingParams]:
         SamplingParams(GEN_LEN, min_tokens=4, stop_token_ids=stops, ignore_eos=True),
         SamplingParams(GEN_LEN, 1.2, repetition_penalty=1.2, **many),
         SamplingParams(GEN_LEN, 0.9, top_k=20, top_p=0.9, min_p=0.01, presence_penalty=2.0, min_tokens=2, stop_token_ids=[4]),
-        SamplingParams(GEN_LEN, allowed_token_ids=allowed, repetition_penalty=1.5, presence_penalty=-1.0),
+        SamplingParams(
+            GEN_LEN, allowed_token_ids=allowed, repetition_penalty=1.5, presence_penalty=-2.0, no_repeat_ngram_size=2
+        ),
     ]
 
 

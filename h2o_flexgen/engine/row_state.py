@@ -170,7 +170,7 @@ class RowState:
         """The next token, where the model need not be asked: no other may come, and none of its numbers are to be told."""
         if self.constraint is None or self.finished or self.params.logprobs is not None:
             return None
-        if self.params.allowed_token_ids is not None:
+        if self.params.may_forbid_any:
             return None  # perhaps it may not come either, which is an error
         token = self.constraint.only_token
         if self.given not in (None, token):

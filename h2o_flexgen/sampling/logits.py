@@ -66,6 +66,27 @@ class TokenCounts:
         self._times[place] += is_generated
 
 
+class Followers:
+    """Knows which tokens have come in a row behind each run of so many of its tokens."""
+
+    def __init__(self, run_length: int) -> None:
+        self._length = run_length
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known = self._length  # tokens of the row that are counted
+        self._behind: dict[tuple[int, ...], set[int]] = {}
+
+    def of_last(self, seen: Sequence[int]) -> Collection[int]:
+        """Those that have come behind the run with which the row ends now. A row that has started again has fewer tokens."""
+        if len(seen) < self._known:
+            self._forget()
+        for place in range(self._known, len(seen)):
+            self._behind.setdefault(tuple(seen[place - self._length : place]), set()).add(seen[place])
+        self._known = max(self._known, len(seen))
+        return self._behind.get(tuple(seen[len(seen) - self._length :]), ()) if len(seen) >= self._length else ()
+
+
 @dataclass(frozen=True)
 class History:
     """The tokens before the next one of a row, and those that would end it."""
@@ -86,6 +107,14 @@ class History:
     @property
     def counts(self) -> TokenCounts:
         return self._counts.follow(self.seen)
+
+    @cached_property
+    def _followers(self) -> dict[int, Followers]:
+        return {}
+
+    def followers(self, run_length: int) -> Collection[int]:
+        """The tokens that have come behind so many tokens as the row ends with now."""
+        return self._followers.setdefault(run_length, Followers(run_length)).of_last(self.seen)
 
 
 NOTHING_SEEN = TokenCounts()
@@ -124,7 +153,7 @@ def score_changes(params: Sequence[SamplingParams], histories: Sequence[History]
     """What the rows ask to be done to scores; None if no row asks for a change."""
     if histories is None:
         if any(one.changes_scores or one.min_tokens for one in params):
-            raise ValueError("penalties, logit_bias, allowed_token_ids and min_tokens need the tokens so far; none were given")
+            raise ValueError("penalties and what forbids or biases tokens need the tokens so far; none were given")
         return None
     if not any(one.changes_scores or one.min_tokens for one in distinct(params)):
         return None
@@ -170,6 +199,8 @@ def _changes_of(params: SamplingParams, history: History, vocab: int) -> _RowCha
     added = dict(params.logit_bias or {})
     if history.num_generated < params.min_tokens:
         added |= {token: -math.inf for token in history.ends if 0 <= token < vocab}
+    if params.no_repeat_ngram_size:
+        added |= dict.fromkeys(history.followers(params.no_repeat_ngram_size - 1), -math.inf)
     seen = history.counts if params.is_penalised else NOTHING_SEEN
     if not added and params.allowed_token_ids is None:
         return _RowChanges(seen.ids, seen.times, {})

@@ -37,6 +37,7 @@ SHARE = Bounds(0, 1, is_whole=False)
 TOKEN_ID = Bounds(0, LARGEST_ID)
 BIAS = Bounds(-LARGEST_BIAS, LARGEST_BIAS, is_whole=False)
 _OFF = "; 0 is off"
+FORBIDDING = ("allowed_token_ids", "min_tokens", "no_repeat_ngram_size", "repetition_penalty", "structured_outputs")
 
 _NO_BEAMS = "there is no beam search; make n completions and choose by cumulative_logprob"
 # options of other libraries that have no other name here, and what to do
@@ -139,6 +140,9 @@ class SamplingParams:
         note=_OFF,
     )
     frequency_penalty: float = option(0.0, SHIFT, "P", "the same, once for each time that a token was generated", note=_OFF)
+    no_repeat_ngram_size: int = option(  # as transformers means it: tokens of the prompt count, and so do those that end a text
+        0, Bounds(0, MOST_TOKENS), "N", "no N tokens come in the same order a second time; 0: off", note=_OFF
+    )
     logit_bias: Mapping[int, float] | None = option(  # added to the logits of these tokens
         None,
         Rule(mapping(TOKEN_ID.read, BIAS.read), f"a dict of token ids and numbers, {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"),
@@ -235,9 +239,19 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
+    def may_forbid_any(self) -> bool:
+        """True if any token may be forbidden, not only one that ends a text."""
+        return self.allowed_token_ids is not None or self.no_repeat_ngram_size > 0
+
+    @property
+    def forbidding(self) -> Sequence[str]:
+        """The names of the options that are set here and may leave no token; of all such options if none is set."""
+        return [name for name in FORBIDDING if getattr(self, name) != SAMPLING[name].default] or FORBIDDING
+
+    @cached_property
     def changes_scores(self) -> bool:
         """True if scores differ from the model's logits at every step."""
-        return self.is_penalised or bool(self.logit_bias) or self.allowed_token_ids is not None
+        return self.is_penalised or bool(self.logit_bias) or self.may_forbid_any
 
 
 SAMPLING = options_of(SamplingParams)

@@ -70,7 +70,7 @@ class Sampler:
         tokens = _with_given(picked, given, upload)
         found = found if tokens is picked else torch.stack((tokens, found[1]))
         read = read_back(found)  # the only time that the caller waits
-        _refuse_broken(logits, best, read[1].tolist(), rows, steps)
+        _refuse_broken(logits, best, read[1].tolist(), rows, steps, params)
         return Picked(read[0], tokens, _logprobs(logits, tokens, params, upload))
 
     def _draws(
@@ -109,7 +109,14 @@ class NoTokenLeft(ValueError):
         self.row: int | None = None  # its place among all rows, set when it gets a seat
 
 
-def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows: Sequence[int], steps: Sequence[int]) -> None:
+def _refuse_broken(
+    logits: Tensor,
+    best: Tensor,
+    is_finite: Sequence[int],
+    rows: Sequence[int],
+    steps: Sequence[int],
+    params: Sequence[SamplingParams],
+) -> None:
     """Refuses a row if its best score is not finite; a NaN anywhere is a row's best. The logits tell whether the checkpoint
     or the params are to blame."""
     if 0 not in is_finite:
@@ -127,7 +134,7 @@ def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows:
         place,
         rows[place],
         f"the sampling params of prompt {rows[place]} leave no token to pick at step {steps[place]} (the highest score is "
-        f"{best[place].item()}); ease allowed_token_ids, min_tokens, repetition_penalty or structured_outputs",
+        f"{best[place].item()}); ease {' or '.join(params[place].forbidding)}",
     )
 
 

@@ -18,6 +18,8 @@ def adjusted_by_hand(
             score = -math.inf
         if len(generated) < params.min_tokens and token in ends:
             score = -math.inf
+        if _comes_again([*prompt, *generated], token, params.no_repeat_ngram_size):
+            score = -math.inf
         score += (params.logit_bias or {}).get(token, 0.0)
         if token in prompt or token in generated:
             score = score * params.repetition_penalty if score < 0 else score / params.repetition_penalty
@@ -25,6 +27,14 @@ def adjusted_by_hand(
         score -= params.presence_penalty * (token in generated)
         scores.append(score)
     return scores
+
+
+def _comes_again(seen: Sequence[int], token: int, length: int) -> bool:
+    """Whether the last tokens of a row and this one, so many together, are there already. Of none, no."""
+    if length == 0 or len(seen) < length:
+        return False
+    runs = [[*seen[end - length : end]] for end in range(length, len(seen) + 1)]
+    return [*seen[len(seen) + 1 - length :], token] in runs
 
 
 def picked_by_hand(scores: Sequence[float], params: SamplingParams, number: float) -> int:

@@ -40,6 +40,8 @@ ADJUSTING = [
     SamplingParams(logit_bias={2: 3.5, 3: -100.0, 7: 0.5}),
     SamplingParams(allowed_token_ids=(3, 7, 11, 19)),
     SamplingParams(min_tokens=4),
+    SamplingParams(no_repeat_ngram_size=1, logit_bias={3: 90.0}),
+    SamplingParams(no_repeat_ngram_size=2, logit_bias={7: 90.0}),
     SamplingParams(repetition_penalty=0.5, presence_penalty=-1.0, frequency_penalty=0.6, logit_bias={7: 2.0}),
     SamplingParams(
         repetition_penalty=1.3,
@@ -304,6 +306,7 @@ BAD: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("min_tokens", (-1, 1.5, None, 10**18)),
     ("presence_penalty", (-2.1, 2.5, math.nan, "1")),
     ("frequency_penalty", (-2.1, 2.5, None)),
+    ("no_repeat_ngram_size", (-1, 1.5, None, True, 10**18)),
     ("logit_bias", ({-1: 1.0}, {"5": 1.0}, {1.5: 1.0}, {1: 101.0}, {1: math.nan}, {1: "2"}, [1])),
     ("allowed_token_ids", ([], [-1], 5, ["5"])),
     ("prompt_logprobs", (-1, 0.5, True)),
@@ -441,7 +444,7 @@ def test_no_penalty_makes_a_sound_checkpoint_look_broken(penalty: float, dtype: 
 def test_params_that_leave_no_token_are_to_blame_and_not_the_checkpoint() -> None:
     logits, history = some_logits(2, 8), History([1], 1, ends=(3,))
     forbidden = SamplingParams(min_tokens=1, allowed_token_ids=[3])
-    with pytest.raises(ValueError, match="the sampling params of prompt 12 leave no token to pick at step 0 "):
+    with pytest.raises(ValueError, match=r"prompt 12 leave no token .* step 0 .* ease allowed_token_ids or min_tokens$"):
         Sampler().sample(logits, [SamplingParams(), forbidden], [11, 12], 0, [history] * 2)
     logits[1, 5] = math.nan
     with pytest.raises(ValueError, match="logits of prompt 12 at step 0 have the maximum nan; the checkpoint"):

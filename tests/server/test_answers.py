@@ -188,7 +188,7 @@ def test_stops_end_a_text_and_are_not_in_it(client: OpenAI) -> None:
 
 def test_all_sampling_fields_are_taken(client: OpenAI) -> None:
     beyond = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True, **IDS}
-    beyond["allowed_token_ids"] = [40, 41, 42]
+    beyond |= {"allowed_token_ids": [40, 41, 42], "no_repeat_ngram_size": 30}
     given = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "top_p": 0.9, "logit_bias": {"41": -100}}
     answer = client.completions.create(model=MODEL, prompt="a", max_tokens=9, user="me", **given, extra_body=beyond)
     assert set(answer.choices[0].token_ids) <= {40, 42} and len(answer.choices[0].token_ids) == 9
