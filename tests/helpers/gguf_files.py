@@ -293,7 +293,7 @@ def _choice_of_deepseek(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_group_count(config.n_group or 1)
     writer.add_expert_group_used_count(config.topk_group or 1)
-    is_v3 = config.model_type == "deepseek_v3"
+    is_v3 = config.model_type in ("deepseek_v3", "dots1")
     writer.add_expert_weights_norm(bool(is_v3 and config.norm_topk_prob))
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
 
@@ -843,6 +843,7 @@ FAMILIES: Mapping[str, Family] = {
             "moe_shared_expert_intermediate_size": 64,
         },
     ),
+    "dots1": Family("dots1", (_experts, _choice_of_deepseek), sizes={"moe_intermediate_size": 32, "sliding_window": None}),
     "glm4_moe": Family(
         "glm4moe", (_experts, _choice_of_glm), NAMES_BY_PLACE, sizes={"moe_intermediate_size": 32}, blocks_behind=1
     ),

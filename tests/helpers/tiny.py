@@ -328,6 +328,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_DEEPSEEK, **_GROUPS, "num_mtp_layers": 0, "rope_parameters": {**_STRETCHED, "mscale_all_dim": 0.9}},
     ),
+    "dots": (
+        "dots1",
+        {
+            **_GLM,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.4,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+        },
+    ),
     "glm4-lite": ("glm4_moe_lite", {**_DEEPSEEK, "q_lora_rank": 24, "n_shared_experts": 1, "rope_parameters": _PLAIN_ROPE}),
     "lfm2": ("lfm2", {**_LFM2, "conv_bias": True, "tie_embedding": True}),
     "lfm2-short": (
