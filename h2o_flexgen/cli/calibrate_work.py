@@ -21,7 +21,7 @@ from h2o_flexgen.evaluation.texts import Text, windows
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets, write_head_budgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
-from h2o_flexgen.policies.kvzap import KVzap
+from h2o_flexgen.policies.kvzip import KVzap
 from h2o_flexgen.session.open_request import ModelRequest
 from h2o_flexgen.text.tokenizer import Tokenizer
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.evict import Newest, Notes, NotesInC
-from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run, threads_for
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.team import threads_for
 
 # -- rotate ----------------------------------------------------------------------------------------------------------------
 # The rotation of heads: pairs (j, j + half) of a head's first 2 * half values are turned, the rest stays. How far a

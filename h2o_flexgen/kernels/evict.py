@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
-from h2o_flexgen.kernels.native import ValuePlaces, pointer, run
+from h2o_flexgen.kernels.native import ValuePlaces, pointer, run, threads_for
 from h2o_flexgen.kernels.raw_memory import address_of, numpy_of
-from h2o_flexgen.kernels.team import threads_for
 
 # -- newest ----------------------------------------------------------------------------------------------------------------
 # The arguments about slots for kernels of a decode step: where each row's newest token goes, what a policy has noted of the

@@ -9,8 +9,8 @@ from typing import Any
 
 from h2o_flexgen.formats.kernel_table import TRITON, Kernel
 from h2o_flexgen.kernels.append import append, append_twin, rotate, rotate_twin
-from h2o_flexgen.kernels.chosen_rows import put_rows, put_rows_twin, take_rows, take_rows_twin
 from h2o_flexgen.kernels.chosen_slots import choose_slots, choose_slots_twin, chosen_attention
+from h2o_flexgen.kernels.copies import put_rows, put_rows_twin, take_rows, take_rows_twin
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.evict import (
     evict,

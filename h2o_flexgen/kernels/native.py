@@ -1,6 +1,8 @@
 """The kernels that this machine has. Those in C are a library that is built when the package is installed, if there is a C
 compiler, once for each kind of processor; it holds no Python, and is called with addresses of structs. Those for GPUs are
 Triton's to compile, if it is installed: builds of torch for CUDA bring it.
+
+Kernels in C share a team of threads (team.c), which is started when it is first wanted.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ WITH_BF16 = (8, 0)  # compute capability of the first GPUs with instructions for
 NO_KIND = -1  # for bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
 SLOW_PAIRS = "GenuineIntel"  # its products of pairs have half the rate of float32: that library comes behind the one without
+VALUES_OF_A_THREAD = 1 << 15  # some ten microseconds of work
 
 
 def native_library() -> ctypes.CDLL:
@@ -182,6 +185,16 @@ def run(name: str, given: ctypes.Structure, threads: int) -> None:
         getattr(native_library(), name)(ctypes.byref(given), threads)
     else:
         recorder.note(name, given, threads)
+
+
+def threads_for(values: int) -> int:
+    return max(1, min(torch.get_num_threads(), values // VALUES_OF_A_THREAD))
+
+
+def start_team(threads: int) -> None:
+    """Starts the team's threads while there is room for them. Where there is room for fewer, fewer compute."""
+    if processor(CPU).build != TORCH:
+        native_library().start_team(ctypes.c_int(threads))
 
 
 def pointer(tensor: Tensor, writes: bool = False) -> int:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import KINDS, pointer, run
-from h2o_flexgen.kernels.team import threads_for
+from h2o_flexgen.kernels.native import KINDS, pointer, run, threads_for
 
 Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
 FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter after it, never fewer

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.native import KINDS, pointer, run
+from h2o_flexgen.kernels.native import KINDS, pointer, run, threads_for
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.team import threads_for
 
 SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, SIGMOID_OF_EACH = range(3)  # as in C: what makes a share of a score
 WORK_OF_A_SCORE = 16  # values that take as long as choosing from one score

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
+from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run, threads_for
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.team import threads_for
 
 # -- rms norm --------------------------------------------------------------------------------------------------------------
 # RMS norm: computed in fp32 and rounded before the weight is applied, the order that models with it were trained with. C

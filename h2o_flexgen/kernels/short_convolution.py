@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.native import KINDS, NO_KIND, pointer, run
+from h2o_flexgen.kernels.native import KINDS, NO_KIND, pointer, run, threads_for
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.states import lengths_place, state_places, with_neighbours
-from h2o_flexgen.kernels.team import threads_for
 
 
 def short_convolution(

@@ -24,10 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK
-from h2o_flexgen.kernels.native import KINDS, NO_KIND, ValuePlaces, pointer, run
+from h2o_flexgen.kernels.native import KINDS, NO_KIND, ValuePlaces, pointer, run, threads_for
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.row_functions import in_rows
-from h2o_flexgen.kernels.team import threads_for
 
 KEY_EPS = 1e-6  # is added to the square of a key's length, and of a query's
 

@@ -18,7 +18,7 @@ from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import GROUP
 from h2o_flexgen.formats.kernel_sizes import twin_values
 from h2o_flexgen.formats.table import Stored
-from h2o_flexgen.kernels.chosen_rows import take_rows
+from h2o_flexgen.kernels.copies import take_rows
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.int8_product import FactorRows, Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.native import KINDS, pointer, run

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from h2o_flexgen.kernels.team import start_team
+from h2o_flexgen.kernels.native import start_team
 
 CANNOT_START = "can't start new thread"  # in Python's error
 ADVICE = "a thread could not be started: raise the limit on memory or address space (ulimit -v), or on processes (ulimit -u)"

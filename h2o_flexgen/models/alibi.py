@@ -17,9 +17,9 @@ from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.models import tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Config
-from h2o_flexgen.models.fused_qkv import FusedQkv
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.phi3 import FusedQkv
 from h2o_flexgen.models.rotary import DEFAULT, Rope, Rotary
 
 BASE = 1 << 8  # 16 bits have whole numbers up to it, so a position is two digits

@@ -24,10 +24,10 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.alibi import FALL, MOST_POSITIONS, Alibi
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Bounds, Config, Number, Whole, refuse_other_heads
-from h2o_flexgen.models.fused_qkv import QKV
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import Traits
 from h2o_flexgen.models.norms import LAYER, LAYER_UNBIASED
+from h2o_flexgen.models.phi3 import QKV
 
 FIRST_NORM, POSITIONS = "embed_layernorm", 2048  # where a config does not say how long texts are
 LENGTHS = "seq_length", "max_seq_len", "max_position_embeddings"

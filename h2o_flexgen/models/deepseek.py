@@ -1,5 +1,5 @@
 """DeepSeek-V2 and V3: latent attention, and mixtures beside an mlp that all tokens pass through. Routers choose groups of
-experts first. The first blocks have a single mlp."""
+experts first. The first blocks have a single mlp. GLM-4.7-Flash is V3 with a list of which blocks have experts."""
 
 from __future__ import annotations
 
@@ -148,3 +148,18 @@ class DeepSeekV3(DeepSeek, CorrectedMixture):
         sizes = config.n_routed_experts, config.num_experts_per_tok, inner
         shared, factor = inner * (config.n_shared_experts or 0), float(config.routed_scaling_factor)
         return Mixture(*sizes, bool(config.norm_topk_prob), shared=shared, groups=groups, factor=factor)
+
+
+SPARSE = "sparse"
+
+
+class GlmMoeLite(DeepSeekV3):
+    gguf = None  # its files have the name of DeepSeek's, and are read as such
+    bounds: ClassVar[Bounds] = {key: bound for key, bound in DeepSeekV3.bounds.items() if key != "first_k_dense_replace"}
+
+    @staticmethod
+    def has_experts(config: Config, block: int) -> bool:
+        kinds, blocks = config.mlp_layer_types, config.num_hidden_layers
+        if len(kinds) < blocks:
+            raise ValueError(f"mlp_layer_types has {len(kinds)} entries for {blocks} blocks; download the model again")
+        return bool(kinds[block] == SPARSE)

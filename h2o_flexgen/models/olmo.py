@@ -1,5 +1,6 @@
 """OLMo 1 to 3: the first is LLaMA with norms that have no weights. The others have norms behind attention and mlp, and all
-heads of a query, and of a key, are normalised at once. In the third, layers with a window have a rotation of their own."""
+heads of a query, and of a key, are normalised at once. In the third, layers with a window have a rotation of their own. OLMoE
+is LLaMA with experts, where all heads are normalised at once, too, and then limited."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     HEAD_NORMS,
     MLP,
     NEAR_THETA,
+    OF_MIXTURES,
     GgufArchitecture,
     weights,
 )
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.llama import Decoder, NearRotated, Traits
+from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 from h2o_flexgen.models.norms import BEHIND, LAYER_BARE
 from h2o_flexgen.models.windows import kinds_in, windows_by_kind
 
@@ -64,3 +67,27 @@ class Olmo3(NearRotated):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return replace(Olmo2.traits_of(config), windows=windows_by_kind(config))
+
+
+class Olmoe(MixtureOfExperts):
+    gguf = GgufArchitecture(
+        "olmoe",
+        {**OF_MIXTURES, **weights(HEAD_NORMS)},
+        keys={
+            "num_experts": lambda said: said.experts,
+            "intermediate_size": lambda said: said.expert_width,
+            "clip_qkv": lambda said: said.number(CLIP, 0.0) or None,
+        },
+        heeds={CLIP: None},
+        has_experts=True,
+        sums_to_one=False,
+    )
+
+    @staticmethod
+    def traits_of(config: Config) -> Traits:
+        return Traits(config.attention_bias, config.attention_bias, whole_norm=True, clip=config.clip_qkv)
+
+    @staticmethod
+    def mixture_of(config: Config) -> Mixture:
+        sums_to_one = bool(config.norm_topk_prob)
+        return Mixture(config.num_experts, config.num_experts_per_tok, config.intermediate_size, sums_to_one)

@@ -22,7 +22,7 @@ from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
-from h2o_flexgen.policies.kvzap import KVzap
+from h2o_flexgen.policies.kvzip import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of, may_keep_one
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.policies.recall import ALL

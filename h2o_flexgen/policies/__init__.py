@@ -6,15 +6,11 @@ from collections.abc import Mapping
 
 from h2o_flexgen.policies.chance import Random
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.h2o import H2O
-from h2o_flexgen.policies.h2o_flexgen import H2OFlexGen
-from h2o_flexgen.policies.heavy import Heavy
+from h2o_flexgen.policies.h2o import H2O, H2OFlexGen, Heavy, Local
 from h2o_flexgen.policies.keydiff import KeyDiff
 from h2o_flexgen.policies.knorm import KNorm
-from h2o_flexgen.policies.kvzap import KVzap
-from h2o_flexgen.policies.kvzip import KVzip
+from h2o_flexgen.policies.kvzip import KVzap, KVzip
 from h2o_flexgen.policies.lagkv import LagKV
-from h2o_flexgen.policies.local import Local
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.snapkv import SnapKV
 from h2o_flexgen.policies.streaming import Streaming

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels.chosen_rows import put_rows_twin, take_rows_twin
+from h2o_flexgen.kernels.copies import put_rows_twin, take_rows_twin
 from h2o_flexgen.kernels.operations import put_rows, take_rows
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without

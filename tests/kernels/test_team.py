@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels.int8_product import int8_rows
-from h2o_flexgen.kernels.native import native_library
-from h2o_flexgen.kernels.team import start_team
+from h2o_flexgen.kernels.native import native_library, start_team
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.kernels.variants import VARIANTS, used
 

@@ -14,11 +14,10 @@ from h2o_flexgen.kernels.gpu.counted_experts import (
 )
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
-from h2o_flexgen.kernels.gpu.gated_norm import gated_norm
 from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
 from h2o_flexgen.kernels.gpu.int8_product import int8_product
+from h2o_flexgen.kernels.gpu.norms import gated_norm, rms_norm
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
-from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.gpu.short_convolution import short_convolution
 from h2o_flexgen.kernels.gpu.states import gated_delta, selective_scan

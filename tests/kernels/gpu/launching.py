@@ -27,7 +27,7 @@ from benchmarks.launches import Made, empty, subjects
 from benchmarks.pretended_driver import PretendedDriver, pretend_a_gpu
 from h2o_flexgen.kernels.gpu import launching
 from h2o_flexgen.kernels.gpu.launching import Launcher
-from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
+from h2o_flexgen.kernels.gpu.norms import rms_norm
 
 SIZES = {"fp32": 4, "i32": 4, "i64": 8}  # of parameters; addresses have 8 bytes
 SIZES_OF_LAUNCH, STREAM = (0, 28), (32, 8)  # where a config has those of grid, block and shared memory, and the stream

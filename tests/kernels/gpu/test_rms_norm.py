@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
+from h2o_flexgen.kernels.gpu.norms import rms_norm
 from h2o_flexgen.kernels.row_functions import rms_norm_twin
 
 # roundings: a dozen of fp32; else those of the type, and in the interpreter two towards zero

@@ -11,7 +11,7 @@ import torch
 
 from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TRITON, Processor
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.gpu.gated_norm import gated_norm
+from h2o_flexgen.kernels.gpu.norms import gated_norm
 from h2o_flexgen.kernels.states import gated_norm_twin
 from tests.kernels.state_cases import CASES, LAST_BITS, Case, convolution_case, delta_case, near, scan_case
 from tests.kernels.variants import without

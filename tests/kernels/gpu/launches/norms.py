@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
+from h2o_flexgen.kernels.gpu.norms import rms_norm
 from tests.kernels.gpu.launch import Launch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.gpu.gated_norm import gated_norm
+from h2o_flexgen.kernels.gpu.norms import gated_norm
 from h2o_flexgen.kernels.gpu.short_convolution import short_convolution
 from h2o_flexgen.kernels.gpu.states import gated_delta, selective_scan
 from tests.kernels.gpu.launch import Launch
