@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class _Watch(TorchDispatchMode):
@@ -19,11 +18,19 @@ class _Watch(TorchDispatchMode):
         self.alive_bytes = 0
         self.peak_bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and saying so at every call takes longer than what is done in it."""
+        return False
+
     def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for made in tree_leaves(out):
-            if isinstance(made, Tensor):
-                self._count(made.untyped_storage())
+        if isinstance(out, Tensor):
+            self._count(out.untyped_storage())
+        elif isinstance(out, (tuple, list)):  # no operation nests its outcomes
+            for made in out:
+                if isinstance(made, Tensor):
+                    self._count(made.untyped_storage())
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
