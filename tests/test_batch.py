@@ -530,6 +530,17 @@ def has_lines(path: Path, count: int) -> bool:
     return path.exists() and path.read_bytes().count(b"\n") >= count
 
 
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """A context in which this process writes no file any further."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
 def demo_requests(count: int) -> list[dict[str, Any]]:
     chance = random.Random(0)
     return [
@@ -624,14 +635,13 @@ def test_a_signal_ends_a_job_between_two_passes(demo_job: Any, out: Path) -> Non
     goes_on(out, whole, "-i", file)
 
 
-def test_a_full_disk_loses_nothing(demo_job: Any, out: Path) -> None:
+def test_a_full_disk_loses_nothing(demo_job: Any, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Files may have only so many bytes, as on a disk that is full."""
     file, whole = demo_job
     in_memory = ("--percent", "0", "100", "0", "100", "0", "100")  # nothing but the output is written
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (5_000, 5_000))
-    status, err = has_ended(started("-i", file, "-o", out, *DEMO, *in_memory, preexec_fn=limit))
-    said = err.splitlines()[-1]
-    assert (status, said) == (
+    with files_of_at_most(5_000):
+        ended = called(batch.main, capfd, "-i", file, "-o", out, *DEMO, *in_memory)
+    assert (ended.status, ended.err[-1]) == (
         2,
         f"error: {out} cannot be written (File too large); whole records stay there: fix this, and go on with --resume",
     )

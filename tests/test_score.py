@@ -45,7 +45,7 @@ def ragged_pairs(seed: int = 0, count: int = 9) -> Pairs:
     def text(length: int) -> list[int]:
         return [random.randrange(tiny.VOCAB) for _ in range(length)]
 
-    return [(text(random.choice((1, 3, 40))), text(random.choice((1, 2, 2, 5, 60)))) for _ in range(count)]
+    return [(text(random.choice((1, 3, 30))), text(random.choice((1, 2, 2, 5, 30)))) for _ in range(count)]
 
 
 def by_transformers(checkpoints: Checkpoints, kind: str, pairs: Pairs, stored: str = "float32") -> list[Scored]:

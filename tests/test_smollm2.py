@@ -30,8 +30,8 @@ TIERS = {  # percent of weights, KV and hidden states; batches
     "disk": ((0, 0, 0, 0, 0, 0), 2),
     "all of them": ((30, 40, 30, 40, 0, 100), 2),
 }
-# On a processor memory and host are one, and the last has parts there.
-BY_DEFAULT = [*(pytest.param(tier, marks=pytest.mark.slow) for tier in ("memory", "host")), "disk", "all of them"]
+# On a processor memory and host are one, and the last has parts there and on the disk.
+BY_DEFAULT = [*(pytest.param(tier, marks=pytest.mark.slow) for tier in ("memory", "host", "disk")), "all of them"]
 NEAR = 1e-4  # of logits, whose largest are about 30
 LITTLE = 1.5  # times as far
 # `llama-perplexity -m FILE -f h2o_flexgen/demo/held_out.txt -c 512`, of llama.cpp 0c1e57098, behind four chunks

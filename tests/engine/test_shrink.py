@@ -34,7 +34,7 @@ from tests.helpers.pairwise import covering
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
 RAGGED = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5)  # with 4 x 2 rows two blocks, the last one of two rows
-GEN_LEN = 7
+GEN_LEN = 6
 OF_TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
 
 
@@ -170,12 +170,12 @@ def test_the_output_is_that_of_a_run_in_which_memory_lasts(
 def test_under_other_plans_too_and_on_an_accelerator(
     changes: dict[str, Any], any_device: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = case_of(device=any_device, **changes)
-    wanted = undisturbed(case, checkpoints, offload, SamplingParams(max_tokens=GEN_LEN))
+    case, few = case_of(device=any_device, **changes), SamplingParams(max_tokens=4)
+    wanted = undisturbed(case, checkpoints, offload, few)
     fail_at(monkeypatch, Op.COMPUTE, step=2, most_rows=2, error=lambda: torch.OutOfMemoryError("out of memory.\nTried to"))
     told: list[Shrink] = []
     with case.open(checkpoints, offload) as llm:
-        assert same(llm.generate(case.prompts, SamplingParams(max_tokens=GEN_LEN), on_shrink=told.append), wanted)
+        assert same(llm.generate(case.prompts, few, on_shrink=told.append), wanted)
     assert [shrink.tried for shrink in told] == [(4, 2), (2, 2)]
     assert {(shrink.shortage.tier, shrink.shortage.reason) for shrink in told} == {("device", "out of memory.")}
 
