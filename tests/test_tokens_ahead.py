@@ -133,7 +133,7 @@ def test_drawn_tokens_and_all_that_ends_a_text_are_the_same(demo: LLM) -> None:
     assert {one.finish_reason for each in found for one in each.outputs} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"allowed_token_ids": [*range(2, 4096)]}])
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"allowed_token_ids": [*range(2, 4096)]}, {"no_repeat_ngram_size": 40}])
 def test_rows_of_which_more_is_asked_take_their_tokens_one_by_one(asked: dict[str, Any], demo: LLM) -> None:
     requests = [Request("It was", held(30, **asked))]
     found, passes = streamed(demo, requests)

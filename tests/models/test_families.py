@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from h2o_flexgen import __version__
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import MODELS, architecture, create_model, load_config
 from h2o_flexgen.models.latent import LatentAttention
@@ -29,8 +30,9 @@ BEYOND = {"mistral": 64, "phi3": 64}  # have windows and rotations of so many to
 PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13], [60]]
 WAYS: Sequence[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "seed": 6}]  # of each prompt
 VARIED = 20  # different tokens at least, in all texts: a model that repeats itself proves little
-CHECKPOINTS = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
-FIRST = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")  # the families of the first version
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINTS, CHANGES = ROOT / "docs" / "checkpoints.md", ROOT / "CHANGELOG.md"
+FIRST = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")  # the families of 0.1.0; others have no version yet
 
 Saved = Callable[[str, Path], tuple[Path, PreTrainedModel]]
 
@@ -108,7 +110,7 @@ def cells_of(model_type: str) -> list[str]:
     kind, own = architecture(model_type), [name for name, (of, _) in KINDS.items() if of == model_type]
     has_windows = any(window for name in own for window in create_model(tiny_config(name), "float32").spec.windows)
     gguf = "no" if kind.gguf is None else f"`{kind.gguf.name}`"
-    since = "0.1" if model_type in FIRST else "0.2"
+    since = "0.1.0" if model_type in FIRST else "unreleased"
     traits = issubclass(kind, MixtureOfExperts), has_windows, issubclass(kind, LatentAttention)
     return ["yes", gguf, *map(said, traits), since]
 
@@ -119,3 +121,6 @@ def test_the_table_of_models_is_true() -> None:
     assert {model_type: found[model_type] for model_type in MODELS} == {each: cells_of(each) for each in MODELS}
     for name, part in TEXT_PARTS.items():
         assert found[name][0] == f"its text: {', '.join(f'`{own}`' for own in part.kinds.values())}"
+    versions = re.findall(r"^## \[(.+)\]", CHANGES.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {cells[-1].split()[-1] for cells in found.values()} <= {version.lower() for version in versions}
+    assert versions[:2] == ["Unreleased", __version__], "the newest version is that of the package"
