@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,33 +10,55 @@ from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.core.buffer_layout import region_bytes
-from h2o_flexgen.core.site import HOST, Site
+from h2o_flexgen.core.site import DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.engine.scoring import way_of
+from h2o_flexgen.engine.stores import rows_apart
+from h2o_flexgen.engine.stores.rows_apart import Brought, RowsApart
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
-from h2o_flexgen.kv.key_index import KeyIndex
+from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.schedule.check import ScheduleError, check
 from h2o_flexgen.schedule.ops import Key, Op
+from h2o_flexgen.schedule.traffic import Traffic
+from h2o_flexgen.schedule.zigzag import Zigzag
 from tests import test_conversation, test_stream
 from tests.helpers import tiny
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.kernels.variants import used
+from tests.planning.test_cost import assert_moved_as_predicted
 from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
 from tests.test_shared_prefixes import hold_contract as hold_contract_of_prefixes
 
 LENGTHS, HALF = (45, 62, 30, 51), (("kv_recall", 0.5),)
 IN_MEMORY = (0, 40, 100, 0, 0, 50)  # KV alone, which is attended where it lies
 USUAL = Case("llama-gqa", lengths=LENGTHS, gen_len=5, policy=HALF)
+ON_DISK, ALL_ON_DISK, MIXED = (100, 0, 0, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 40, 50, 0, 0, 50)
+# texts of several units of whole pages, of which a step leaves some on disk
+LONG = replace(USUAL, lengths=(118, 60, 90, 101), gen_len=6, policy=(("kv_recall", 0.18),), percent=ON_DISK)
+FROM_DISK = (
+    LONG,
+    replace(LONG, percent=ALL_ON_DISK, gpu_batch_size=1, num_gpu_batches=4, sep_layer=False),
+    replace(LONG, kind="qwen3", percent=MIXED, gpu_batch_size=4, num_gpu_batches=1, kv_codec="group8", schedule="row_by_row"),
+    replace(LONG, percent=MIXED, gpu_batch_size=1, num_gpu_batches=3, dtype="bfloat16", schedule="flexgen_barrier"),
+    replace(LONG, kind="gpt-oss-far", percent=MIXED, buffers=1, weight_codec="group4", compute=INT8),
+    replace(LONG, kind="gemma2", percent=ON_DISK, buffers=3, prefill_tokens=32, dtype="bfloat16"),
+    replace(LONG, kind="opt", gpu_batch_size=4, num_gpu_batches=1, kv_codec="group4", percent=MIXED),
+)
 CASES = (
     USUAL,
     replace(USUAL, kind="opt", percent=IN_MEMORY, gpu_batch_size=4, num_gpu_batches=1, prefill_tokens=12),
@@ -47,7 +69,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", (*CASES, *FROM_DISK), ids=str)
 def test_plans_equal_the_resident_loop_with_the_same_choice(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     hold_contract(case, checkpoints, offload)
 
@@ -75,14 +97,19 @@ COMING = replace(USUAL, lengths=(45, 30, 62, 25, 38, 51, 28, 33), gpu_batch_size
 GROWTH = (4, 1, 6, 3, 5, 2, 3, 1)
 
 
-@pytest.mark.parametrize("held", [(), HELD])
-def test_rows_that_come_and_go_choose_as_they_do_alone(held: tuple[str, ...], checkpoints: Checkpoints, offload: Path) -> None:
-    """Also where several tokens of a row must come, and share a pass."""
-    test_stream.hold_contract(replace(COMING, held=held), GROWTH, checkpoints, offload)
+@pytest.mark.parametrize(("held", "percent"), [((), USUAL.percent), (HELD, USUAL.percent), (HELD, MIXED)])
+def test_rows_that_come_and_go_choose_as_they_do_alone(
+    held: tuple[str, ...], percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+) -> None:
+    """Also where several tokens of a row must come, and share a pass if nothing moves."""
+    test_stream.hold_contract(replace(COMING, held=held, percent=percent), GROWTH, checkpoints, offload)
 
 
-def test_turns_of_a_conversation_choose_of_all_before_them(checkpoints: Checkpoints, offload: Path) -> None:
-    case = Case("llama-gqa", policy=(("kv_recall", 0.7),), prefill_tokens=4)
+@pytest.mark.parametrize("percent", [USUAL.percent, ON_DISK])
+def test_turns_of_a_conversation_choose_of_all_before_them(
+    percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("llama-gqa", policy=(("kv_recall", 0.7),), prefill_tokens=4, percent=percent)
     with patch.object(test_conversation, "TURNS", [[*turn, *turn[::-1]] for turn in test_conversation.TURNS]):
         test_conversation.hold_contract(case, checkpoints, offload)
 
@@ -95,10 +122,45 @@ class LongBehind(SharedCase):
         return [[*prompt, *(random.randrange(tiny.VOCAB) for _ in range(30))] for prompt in super().prompts]
 
 
-def test_rows_attend_what_they_share_whole_and_choose_of_their_own(checkpoints: Checkpoints, offload: Path) -> None:
-    case = LongBehind("llama-gqa", own=OWN[:8], growth=LITTLE_GROWTH, policy=HALF)
+@pytest.mark.parametrize("percent", [USUAL.percent, ON_DISK])
+def test_rows_attend_what_they_share_whole_and_choose_of_their_own(
+    percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = LongBehind("llama-gqa", own=OWN[:8], growth=LITTLE_GROWTH, policy=HALF, percent=percent)
     assert case.plan.answers_depend_on_prefixes
     hold_contract_of_prefixes(case, checkpoints, offload)
+
+
+# -- what is brought from disk ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", [LONG, replace(LONG, percent=MIXED, buffers=1, gpu_batch_size=1), replace(COMING, percent=ON_DISK)]
+)
+def test_only_chosen_tokens_come_from_disk(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    """Those that several heads choose come once; with these it would be as much as is predicted."""
+    moved = assert_moved_as_predicted(case, checkpoints, offload)
+    full = assert_moved_as_predicted(replace(case, policy=()), checkpoints, offload)
+    assert 0 < moved["read"] < full["read"]
+
+
+def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Checkpoints) -> None:
+    plan = Plan.create(kv_recall=0.5, gpu_batch_size=1, num_gpu_batches=3).with_percent(ON_DISK).at(Site())
+    made = WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((90,) * 3, 3), Site())
+    schedule = made.blocks.first.schedule
+    check(schedule)
+    layer = min(schedule.traffic.choosing)
+    of_step = [task.key for task in schedule.tasks() if task.step == 1 and task.layer == layer]
+    ops = [(key.op, key.batch) for key in of_step if key.op is not Op.WRITE_KV]
+    first, *others = [[(Op.CHOOSE, batch), (Op.READ_KV, batch)] for batch in range(3)]
+    assert ops == [*first, *others[0], (Op.COMPUTE, 0), *others[1], (Op.COMPUTE, 1), (Op.COMPUTE, 2)]
+    machine = find_machine("cpu-2core")
+    priced = Pricing(made.blocks.first, machine)
+    full = replace(made, plan=replace(plan, kv_options=replace(plan.kv_options, kv_recall=None)))
+    of_all = Pricing(full.blocks.first, machine)
+    read = Key(Op.READ_KV, 1, layer, 0)
+    assert 0 < priced.seconds(Key(Op.CHOOSE, 1, layer, 0)) < priced.seconds(Key(Op.COMPUTE, 1, layer, 0))
+    assert priced.cost.brought_bytes(read) < priced.cost.nbytes(read) < of_all.cost.nbytes(read)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------------
@@ -107,8 +169,6 @@ def test_rows_attend_what_they_share_whole_and_choose_of_their_own(checkpoints: 
 @pytest.mark.parametrize(
     ("options", "percent", "said"),
     [
-        ({}, (100, 0, 0, 0, 100, 0), "with KV that is brought from another tier; keep all KV in memory (percent)"),
-        ({}, (100, 0, 50, 0, 100, 0), "with KV that is brought from another tier"),
         ({"kind": "deepseek-v3"}, None, "with keys that have their values in them; take another model"),
         ({"kind": "bloom"}, None, "with keys that say where they stand; take another model"),
         ({"kind": "lfm2"}, None, "with rows that have a state; take another model"),
@@ -130,8 +190,10 @@ def test_what_is_not_done_yet_is_refused_in_one_line(
     assert said in str(refused.value) and "kv_recall 0.5" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def planned(checkpoints: Checkpoints, share: float, kv_codec: str = PLAIN) -> WorkloadPlan:
-    plan = Plan.create(kv_recall=share, kv_codec=kv_codec).at(Site())
+def planned(
+    checkpoints: Checkpoints, share: float, kv_codec: str = PLAIN, percent: tuple[int, ...] = USUAL.percent
+) -> WorkloadPlan:
+    plan = Plan.create(kv_recall=share, kv_codec=kv_codec).with_percent(percent).at(Site())
     return WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((400,) * 4, 9), Site())
 
 
@@ -142,6 +204,8 @@ def test_the_index_is_promised_and_what_is_read_is_priced(checkpoints: Checkpoin
     of_layer = region_bytes(slots * spec.kv_heads * 36)  # a group of 64 values in 4 bits, though a head has fewer
     assert (kept, index) == (0, len(spec.kv_layers) * of_layer)
     assert not planned(checkpoints, 0.1, "group4").footprint.parts[HOST].get("KV notes", 0), "keys are their own index"
+    on_disk = planned(checkpoints, 0.1, "group4", ON_DISK).footprint.parts
+    assert on_disk[HOST]["KV notes"] == index and on_disk[DISK]["KV"] > on_disk[HOST]["KV buffers"] > 0
     each = [Cost(own.blocks.first) for own in (all_of_it, chosen)]
     (layer, *_), held = spec.kv_layers, 4 * 401
     full, read = (cost.bytes_to_read(cost.by_level(Key(Op.COMPUTE, 1, layer, 0))[0]) for cost in each)
@@ -193,12 +257,111 @@ def counts_of_the_step_before() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fault", [rows_leave_their_index_behind, one_index_for_all_layers, counts_of_the_step_before])
-def test_what_goes_wrong_in_the_engine_is_found(fault: Callable[[], object], checkpoints: Checkpoints, offload: Path) -> None:
-    case = COMING
+@contextmanager
+def rows_leave_their_places_behind() -> Iterator[None]:
+    with patch.object(RowsApart, "keep_rows", lambda *_: None):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("fault", "percent"),
+    [
+        (rows_leave_their_index_behind, USUAL.percent),
+        (rows_leave_their_index_behind, MIXED),
+        (one_index_for_all_layers, USUAL.percent),
+        (counts_of_the_step_before, USUAL.percent),
+        (rows_leave_their_places_behind, ON_DISK),
+    ],
+)
+def test_what_goes_wrong_in_the_engine_is_found(
+    fault: Callable[[], object], percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = replace(COMING, percent=percent)
     for row, grown in enumerate(GROWTH):  # before the fault is there
         checkpoints.resident_logits(replace(case, gen_len=grown), (row,))
     with case.open(checkpoints, offload) as llm, fault():  # type: ignore[attr-defined]
         completions = test_stream.streamed(llm, test_stream.requests_of(case, GROWTH))
     with pytest.raises(AssertionError):
         test_stream.compare_each_alone(case, GROWTH, checkpoints, completions)
+
+
+@contextmanager
+def tokens_of_the_row_before() -> Iterator[None]:
+    made = rows_apart._wanted
+    with patch.object(rows_apart, "_wanted", lambda chosen, *given: made(np.roll(chosen, 1, 0), *given)):
+        yield
+
+
+@contextmanager
+def tokens_of_one_head() -> Iterator[None]:
+    made = rows_apart._wanted
+    with patch.object(rows_apart, "_wanted", lambda chosen, *given: made(chosen[:, :1], *given)):
+        yield
+
+
+@contextmanager
+def fetched_before_it_is_chosen() -> Iterator[None]:
+    """What comes is what the step before has chosen."""
+    made, known = RowsApart.bring, dict[RowsApart, torch.Tensor]()
+
+    def early(apart: RowsApart, image: np.ndarray, choice: ChosenSlots, share: float) -> Brought:
+        assert choice.slots is not None
+        slots, known[apart] = known.get(apart, choice.slots[..., :20]), choice.slots
+        return made(apart, image, ChosenSlots(choice.now, slots), share)
+
+    with patch.object(RowsApart, "bring", early):
+        yield
+
+
+@contextmanager
+def index_one_token_behind() -> Iterator[None]:
+    with patch.object(KeyIndex, "_with_newest", lambda index, now, q, keys, codes: codes[: len(keys)]):
+        yield
+
+
+@contextmanager
+def newest_tokens_are_not_written() -> Iterator[None]:
+    made = RowsApart.write
+
+    def prompts_alone(apart: RowsApart, image: np.ndarray, changed: Sequence[RowRange]) -> int:
+        return made(apart, image, [one for one in changed if not one.first])
+
+    with patch.object(RowsApart, "write", prompts_alone):
+        yield
+
+
+TOGETHER = replace(LONG, gpu_batch_size=4, num_gpu_batches=1)
+GROWN = replace(TOGETHER, lengths=LENGTHS, gen_len=26, policy=HALF)  # until new tokens are no more among the newest
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        (tokens_of_the_row_before, TOGETHER),
+        (tokens_of_one_head, TOGETHER),
+        (fetched_before_it_is_chosen, TOGETHER),
+        (index_one_token_behind, GROWN),
+        (newest_tokens_are_not_written, TOGETHER),
+    ],
+)
+def test_what_is_wrongly_brought_from_disk_is_found(
+    fault: Callable[[], object], case: Case, checkpoints: Checkpoints, offload: Path
+) -> None:
+    checkpoints.resident_logits(case, case.batches()[0])  # before the fault is there
+    with case.open(checkpoints, offload) as llm, fault():  # type: ignore[attr-defined]
+        made = generate_with(llm, case)
+    with pytest.raises(AssertionError):
+        compare(case, checkpoints, *made)
+
+
+@pytest.mark.parametrize(("op", "need"), [(Op.READ_KV, Op.CHOOSE), (Op.CHOOSE, Op.WRITE_KV), (Op.COMPUTE, Op.READ_KV)])
+def test_a_fetch_that_may_be_too_early_is_refused(op: Op, need: Op) -> None:
+    kv = {(1, batch): DISK for batch in range(3)}
+    schedule = Zigzag(Traffic(steps=4, layers=3, batches=3, kv=kv, choosing=frozenset({1})))
+    check(schedule)
+    tasks = [
+        task._replace(needs=tuple(one for one in task.needs if one.op is not need)) if task.op is op else task
+        for task in schedule.tasks()
+    ]
+    with patch.object(Zigzag, "tasks", lambda _: iter(tasks)), pytest.raises(ScheduleError, match=f"{op} .* may start"):
+        check(schedule)

@@ -26,6 +26,8 @@ VIEW_ALIGNMENT = 64  # of plain values: with less, the same product may come out
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, or keep their place in one: reads go straight there
 HALF_BYTES = 2  # of a value of 16 bits
 READERS = 6  # threads that read and write files
+GATHERERS = 32  # threads that read single tokens: a disk does many small reads at once, and few one after the other
+GATHERED_BYTES = 64 << 10  # that each of them reads at a time, if they lie side by side
 SLOT_NUMBER_BYTES = 8
 PICKED_VALUES = 1 << 20  # logits that tokens are picked from at once: temporaries in float64 have 8 MiB, whatever the batch
 CHUNK_BYTES = 4 << 20  # bytes of a file that one reader takes at a time
@@ -240,13 +242,17 @@ class PrefixLayout:
 @dataclass(frozen=True)
 class KVLayout:
     """The KV of one batch in one layer. In memory it is an image of all slots. On disk, slots are padded so that any range can
-    be read and written directly; after them is a journal of slots that changed one by one."""
+    be read and written directly; after them is a journal of slots that changed one by one.
+
+    Where decode steps choose the tokens that they read, rows lie apart on disk, and each has its tokens in *units* of whole
+    pages: as many tokens as a page has room for, or one. A token has its keys of all heads, and behind them its values."""
 
     rows: int
     heads: int
     slots: int  # slots of each row
     journal: int  # slots of the journal
     row_bytes: int  # bytes of a row's keys and values in one slot
+    apart: bool = False  # on disk, row by row
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -279,7 +285,20 @@ class KVLayout:
 
     @property
     def disk_bytes(self) -> int:
-        return self.journal_start(self.journal)
+        return self.rows * self.disk_row_bytes if self.apart else self.journal_start(self.journal)
+
+    @property
+    def unit_tokens(self) -> int:
+        return max(1, ALIGNMENT // self.row_bytes)
+
+    @property
+    def unit_bytes(self) -> int:
+        return aligned(self.unit_tokens * self.row_bytes)
+
+    @property
+    def disk_row_bytes(self) -> int:
+        """Bytes of a row that lies apart."""
+        return -(-self.slots // self.unit_tokens) * self.unit_bytes
 
     def journal_start(self, entry: int) -> int:
         return (self.slots + entry) * self.padded_slot_bytes
@@ -289,9 +308,19 @@ class KVLayout:
         """The number of slots that a disk thread takes at a time."""
         return max(1, CHUNK_BYTES // self.padded_slot_bytes)
 
+    @property
+    def units_at_once(self) -> int:
+        """The number of units of a row that lies apart, alike."""
+        return max(1, CHUNK_BYTES // self.unit_bytes)
+
     def of_rows(self, rows: int) -> KVLayout:
         """The layout of only this many rows: those that are left, or those of a part."""
         return replace(self, rows=rows)
+
+
+def gather_buffer_bytes(unit_bytes: int) -> int:
+    """The buffer of a thread that reads single tokens: whole units, one at least."""
+    return max(unit_bytes, GATHERED_BYTES // unit_bytes * unit_bytes)
 
 
 @dataclass(frozen=True)

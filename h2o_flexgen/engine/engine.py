@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from h2o_flexgen.engine.stores.states_in_memory import States, begin_behind
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept
-from h2o_flexgen.kv.layer_cache import LayerCache
+from h2o_flexgen.kv.layer_cache import LayerCache, OnlyChosen
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shortage import HostGuard, Shortage
@@ -95,7 +95,7 @@ class BlockRun:
     step_seconds: tuple[float, ...]  # seconds of each decode step
     tokens: int  # tokens generated or scored
     moved_bytes: Mapping[str, int]  # bytes per lane, of all devices
-    skipped_bytes: Mapping[str, int]  # of experts that no row chose, and that were not moved
+    skipped_bytes: Mapping[str, int]  # what was not moved: experts that no row chose, tokens that several KV heads chose
     busy_seconds: Mapping[str, float]  # per lane, of the device on which the lane was busy longest
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
@@ -424,7 +424,8 @@ class Engine:
                 measures.drafted = Drafted.total(batch.drafted for batch in alive)
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
                 measures.moved_bytes = sum_by_kind(executor.moved_bytes)
-                measures.skipped_bytes = sum((weights.skipped_bytes for weights in self._weights), Counter())
+                skipped = (*(weights.skipped_bytes for weights in self._weights), *(each.kv.skipped_bytes for each in own))
+                measures.skipped_bytes = sum(skipped, Counter())
 
     def _count_graphs(self, graphs: StepGraphs | None, measures: _Measures) -> None:
         if graphs is not None:
@@ -540,6 +541,7 @@ class Engine:
         return {
             Op.READ_W: for_its_users(on_own(lambda at: self._weights[at].read)),
             Op.LOAD_W: for_its_users(on_own(lambda at: self._weights[at].load)),
+            Op.CHOOSE: for_the_living(lambda task: self._choose(task, state)),
             Op.READ_KV: for_the_living(on_own(lambda at: state.stores[at].kv.read)),
             Op.LOAD_KV: for_the_living(on_own(lambda at: state.stores[at].kv.load)),
             Op.READ_S: for_the_living(on_own(lambda at: state.stores[at].states.read)),
@@ -570,7 +572,8 @@ class Engine:
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         opened = self._states_for(visit, state).open(task, rows) if layer.states else NO_STATES
-        is_of_graphs = state.graphs is not None and not (layer.reads_back and self._memories.device.accelerator)
+        reads_back = layer.reads_back and self._memories.device.accelerator
+        is_of_graphs = not (reads_back or self._kv_for(visit, state).chooses(visit))
         if state.graphs is not None and is_of_graphs and state.graphs.take(rows):
             stores = self._weights_for(visit), self._kv_for(visit, state), self._states_for(visit, state)
             place = GraphPlace(visit.layer, *(store.buffer(visit) for store in stores))
@@ -581,6 +584,21 @@ class Engine:
         state.hidden.put(task, self._layer(visit, rows, hidden, of_rows, may_overwrite, room))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
+
+    def _choose(self, task: Task, state: _Progress) -> int:
+        """Computes a layer up to its attention, and notes which slots the decode step of a batch will attend."""
+        rows, visit = state.rows[task.batch], task.visit
+        takes_tokens = self._weights_for(visit).layer(visit).takes_tokens
+        hidden = None if takes_tokens else state.hidden.take(task.batch)
+        part, states = (rows.parts[0], None) if hidden is None else next(rows.split(hidden))
+        cache = self._kv_for(visit, state).open(task, rows)
+        if part.now.is_prefill:  # no row has a decode step
+            return 0
+        cache.share(state.prefixes.caches(task.layer, rows.prefixes))
+        own = cache if len(rows.parts) == 1 else _cache_of(part, cache)
+        with suppress(OnlyChosen):
+            self._computed(visit, part, states, Kept(partial(own.choose, part.levels), {}))
+        return 0
 
     def _of_head(self, visit: Visit) -> OfHead:
         layer, weights = self._spec.layers[visit.layer], self._weights_for(visit)

@@ -45,6 +45,14 @@ class TokensAhead(NamedTuple):
     of_one: bool = False  # several of one row, of which each is attended by those behind it
 
 
+class RowRange(NamedTuple):
+    """Neighbouring tokens of a row."""
+
+    row: int
+    first: int
+    end: int
+
+
 @dataclass(frozen=True)
 class RowsPart:
     """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts; or one piece by piece. Or a
@@ -211,6 +219,15 @@ class BatchRows:
         steps = ((part.levels, *(one.levels for one in part.ahead)) for part in self._own_parts)
         ranges = [levels[level].slots.changed for of_part in steps for levels in of_part]
         return min(first for first, _ in ranges), max(last for _, last in ranges)
+
+    def ranges(self, level: int) -> Sequence[RowRange]:
+        """The slots that this step writes in the heads of a level, row by row, where every token stays in its place."""
+        found = []
+        for part in self._own_parts:
+            slots = part.levels[level].slots
+            counts = (0,) * len(slots.counts) if slots.copies else slots.counts
+            found += [RowRange(row, *own) for row, own in enumerate(zip(counts, slots.after), part.rows.start or 0)]
+        return found
 
     @property
     def joining(self) -> slice | None:

@@ -32,7 +32,7 @@ class Stats:
     total_seconds: float
     step_seconds: tuple[float, ...]  # seconds of every decode step of every block
     moved_bytes: dict[str, int]  # bytes per lane
-    skipped_bytes: dict[str, int]  # of experts that no row chose, and that were not moved
+    skipped_bytes: dict[str, int]  # what was not moved: experts that no row chose, tokens that several KV heads chose
     busy_seconds: dict[str, float]  # seconds per lane
     peaks: Peaks
     replayed: int  # visits that were replayed as graphs

@@ -30,7 +30,7 @@ from h2o_flexgen.kernels.operations import (
     take_slots,
 )
 from h2o_flexgen.kv.judges import Held, Judge, Written
-from h2o_flexgen.kv.key_index import KeyIndex
+from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
 from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo, attention_of
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -78,13 +78,16 @@ class KVCache:
         judge: Judge | None = None,
         cap: float | None = None,
         index: KeyIndex | None = None,
+        choice: ChosenSlots | None = None,
     ) -> None:
-        """`cap`: the soft limit of attention scores; `index`: by which decode steps choose what they attend."""
+        """`cap`: the soft limit of attention scores; `index`: by which decode steps choose what they attend; `choice`: of the
+        cache that this one is a part of."""
         self.image = image  # (sets, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
         self._scores = scores
         self._index = index
+        self.choice = ChosenSlots() if choice is None else choice
         self._cap = cap
         self._judge = judge  # if the policy uses the worth of tokens
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
@@ -126,7 +129,7 @@ class KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
         scores = None if self._scores is None else self._scores.part(rows)
         index = None if self._index is None else self._index.part(rows)
-        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge, self._cap, index)
+        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge, self._cap, index, self.choice)
 
     def repeated(self, row: int, times: int) -> KVCache:
         """The same slots as those of several rows. Each appends a token of its own, and then each attends to those of the rows
@@ -339,14 +342,29 @@ class KVCache:
     # -- decode ----------------------------------------------------------------------------------------------------------
 
     def _decode(self, now: KVStep, tokens: NewTokens) -> Tensor:
+        return self._attended(now, *self._appended(now, tokens), tokens.rotation)
+
+    def choose(self, now: KVStep, tokens: NewTokens) -> None:
+        """Notes the slots that a decode step attends. The step itself appends the newest tokens once more."""
+        assert self._index is not None and self._scores is None
+        q, more = self._appended(now, tokens)
+        _, keys, _, _, _, index = self.living(len(q))
+        assert index is not None
+        own, format = q.reshape(len(q), keys.shape[1], -1, q.shape[3]), self._coding.format
+        self.choice.now, self.choice.slots = now, index.choose(now, own, KVSlots(keys, format), more, self._cap)
+
+    def _appended(self, now: KVStep, tokens: NewTokens) -> tuple[Tensor, More | None]:
+        """Appends the newest tokens. Returns their rotated queries, and what these attend elsewhere."""
         rotation = tokens.rotation
         if tokens.turns_queries_apart:
-            return self.answer(now, self.asked(now, tokens), rotation)
+            asked = self.asked(now, tokens)
+            self._append(now, asked.q, asked.k, asked.v, None, asked.worth)
+            return asked.q, asked.more
         kept_rotated = None if self._rolls else rotation
         turned = self._append(now, tokens.q, tokens.k, tokens.v, kept_rotated, self._worth(now, tokens))
         if rotation is not None and self._rolls:
             turned = rotate(turned, now.turn(rotation, turned.dtype, rolls=True))
-        return self._attended(now, turned, self._more(now, turned, tokens.sink_scores), rotation)
+        return turned, self._more(now, turned, tokens.sink_scores)
 
     def _worth(self, now: KVStep, tokens: NewTokens) -> Tensor | None:
         """The worth of the newest tokens. (rows, kv_heads), fp32"""
@@ -387,7 +405,7 @@ class KVCache:
         kept = attended if self._coding.values_in_keys else KVSlots(values, self._coding.format)
         gathers = None if scores is None or scores.scores is None else scores.policy.gathers
         if index is not None:
-            out, got = index.attend(now, q, attended, kept, more, self._cap), None
+            out, got = index.attend(now, q, attended, kept, more, self._cap, self.choice.taken(now)), None
         else:
             out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:

@@ -24,6 +24,24 @@ from h2o_flexgen.policies.recall import FIRST, INDEX, RECENT, attended
 ALWAYS = Always(FIRST, RECENT)
 
 
+@dataclass
+class ChosenSlots:
+    """The slots that a decode step has chosen before it attends, for as long as they are on their way from a disk. A cache and
+    its parts have it together."""
+
+    now: KVStep | None = None
+    slots: Tensor | None = None  # (rows, kv_heads, most)
+    is_needed: bool = False  # the other slots are not there
+
+    def taken(self, now: KVStep) -> Tensor | None:
+        """The slots of this step, if they are chosen; they are forgotten here."""
+        if self.now is not now:
+            assert not self.is_needed, "what was not chosen before is not there"
+            return None
+        slots, self.now, self.slots = self.slots, None, None
+        return slots
+
+
 @dataclass(frozen=True)
 class KeyIndex:
     stored: Coding  # how keys are stored
@@ -61,15 +79,29 @@ class KeyIndex:
         return replace(self.stored, format=INDEX)
 
     def _of(self, keys: Tensor) -> Tensor:
+        if self.stored.format == INDEX:  # keys lie on disk, and their index is a copy
+            return keys
         return self._coding.encode(self.stored.decode(keys))
 
-    def attend(self, now: KVStep, q: Tensor, keys: KVSlots, values: KVSlots, more: More | None, cap: float | None) -> Tensor:
-        """Attention of a decode step, q (rows, kv_heads, group, head_dim), over the slots that it chooses. The newest token is
-        among the stored ones, and is noted here."""
+    def choose(self, now: KVStep, q: Tensor, keys: KVSlots, more: More | None, cap: float | None) -> Tensor:
+        """The slots that a decode step attends, q (rows, kv_heads, group, head_dim). The newest token is among the stored ones,
+        and is noted here."""
         codes = keys.data if self.codes is None else self._with_newest(now, q, keys.data, self.codes)
-        counts, index = now.attended, KVSlots(codes, INDEX)
-        slots = choose_slots(q, index, now.with_newest, counts, self.most, ALWAYS, more, cap)
-        return chosen_attention(q, keys, values, slots, counts, more, cap)
+        return choose_slots(q, KVSlots(codes, INDEX), now.with_newest, now.attended, self.most, ALWAYS, more, cap)
+
+    def attend(
+        self,
+        now: KVStep,
+        q: Tensor,
+        keys: KVSlots,
+        values: KVSlots,
+        more: More | None,
+        cap: float | None,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Attention over the slots that a step chooses, or has chosen."""
+        slots = self.choose(now, q, keys, more, cap) if chosen is None else chosen
+        return chosen_attention(q, keys, values, slots, now.attended, more, cap)
 
     def _with_newest(self, now: KVStep, q: Tensor, keys: Tensor, codes: Tensor) -> Tensor:
         newest = keys.new_empty(*keys.shape[:2], 1, keys.shape[3])

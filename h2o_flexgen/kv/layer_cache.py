@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ def heads_by_layer(levels: Sequence[Level], device: torch.device, upload: Upload
     return found
 
 
+class OnlyChosen(Exception):
+    """Raised to end the computation of a layer where it would attend, because that was all that it was to do."""
+
+
 class LayerCache:
     def __init__(self, heads: HeadsOfLayer, caches: Sequence[KVCache]) -> None:
         """`caches`: one for each level that the layer has heads of."""
@@ -59,6 +63,12 @@ class LayerCache:
         for level, heads, cache in self._levels():
             _put(out, heads, cache.attend(now[level], tokens.of_heads(heads)))
         return out.flatten(2)
+
+    def choose(self, now: Steps, tokens: NewTokens) -> NoReturn:
+        """Notes what a decode step attends, where it chooses that, and ends the computation of its layer there."""
+        ((level, _),), (cache,) = self._heads, self._caches
+        cache.choose(now[level], tokens)
+        raise OnlyChosen
 
     def attend_in_turn(self, now: Steps, ahead: Sequence[tuple[slice, Steps, bool]], tokens: NewTokens) -> Tensor:
         """A decode step, and behind it tokens that follow the newest ones of some rows, each as in a later step; or several of

@@ -14,18 +14,31 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from weakref import finalize
 
 import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, HUGE_PAGE_BYTES, READERS, aligned, disk_buffer_bytes
+from h2o_flexgen.core.buffer_layout import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    GATHERERS,
+    HUGE_PAGE_BYTES,
+    READERS,
+    aligned,
+    disk_buffer_bytes,
+    gather_buffer_bytes,
+)
 from h2o_flexgen.core.files import Check
+from h2o_flexgen.kernels.operations import read_records
 from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
+from h2o_flexgen.kernels.read_records import ENDED, RecordReads
 from h2o_flexgen.memory.host import Meter
 from h2o_flexgen.memory.threads import SharedWork, started_pool
 
@@ -101,6 +114,7 @@ class DiskFiles:
         self._open: dict[Path, int] = {}
         finalize(self, _close_all, self._open).atexit = False  # a process that ends closes them by itself
         self._buffers = threading.local()
+        self._gatherers: ThreadPoolExecutor | None = None  # started where single tokens are read
 
     def __enter__(self) -> DiskFiles:
         return self
@@ -109,7 +123,8 @@ class DiskFiles:
         self.close()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in filter(None, (self._pool, self._gatherers)):
+            pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             _close_all(self._open)
 
@@ -130,6 +145,29 @@ class DiskFiles:
             self._pool.submit(work.do)
         work.do()
         work.finish()
+
+    def start_gathering(self) -> None:
+        """Starts the threads that read single tokens, while there is memory for them."""
+        if self._gatherers is None:
+            self._gatherers = started_pool(GATHERERS, "gather")
+
+    def gather(self, wanted: RecordReads) -> None:
+        """Reads tokens that lie apart in a file to their places."""
+        assert self._gatherers is not None
+        buffers = gather_buffer_bytes(wanted.unit_bytes)
+        workers = min(GATHERERS, -(-len(wanted.units) * wanted.unit_bytes // buffers))
+        work = SharedWork(lambda _: read_records(wanted, self._gather_buffer(buffers)), range(workers))
+        for _ in range(workers):
+            self._gatherers.submit(work.do)
+        if workers:
+            work.finish()
+
+    def _gather_buffer(self, nbytes: int) -> Tensor:
+        """Aligned memory of the calling thread, which does nothing but gather."""
+        pages: mmap.mmap | None = getattr(self._buffers, "gathered", None)
+        if pages is None or len(pages) < nbytes:
+            pages = self._buffers.gathered = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
     def buffer(self, nbytes: int) -> memoryview:
         """Aligned scratch memory of the calling thread, grown when needed and kept."""
@@ -296,6 +334,15 @@ class DiskRegion:
     nbytes: int
 
 
+class TokensOnDisk(NamedTuple):
+    """Single tokens of rows that lie apart in a region, by the units that have them."""
+
+    units: numpy.ndarray  # (count, 3), int64: a row, where it begins in the region, and the number of a unit in it
+    held: numpy.ndarray  # (rows,), int64: the tokens that each row has there
+    unit_bytes: int
+    unit_tokens: int
+
+
 class DiskTier:
     """One file for everything that a run puts on disk. Its name is removed as soon as it is open, so that nothing is left,
     however the process ends. Its space is reserved at once, so that a full disk is noticed before the work begins."""
@@ -345,6 +392,19 @@ class DiskTier:
             write_fully(self._descriptor, region.offset + start, bytes_of(source))
         except OSError as error:
             raise self._failure(error, source.nbytes) from error
+
+    def gather(self, region: DiskRegion, wanted: TokensOnDisk, image: numpy.ndarray) -> None:
+        """Reads single tokens of a region to their places in an image (sets, rows, heads, slots, width)."""
+        assert self._descriptor is not None
+        units = wanted.units.copy()
+        units[:, 1] += region.offset
+        progress, sizes = numpy.zeros(2, numpy.int64), (wanted.unit_bytes, wanted.unit_tokens)
+        self.files.gather(RecordReads(self._descriptor, ALIGNMENT, units, wanted.held, *sizes, image, progress))
+        if failed := int(progress[1]):
+            what = "ended too early" if failed == ENDED else os.strerror(failed)
+            raise OSError(
+                errno.EIO if failed == ENDED else failed, f"{what} where single tokens were to be read", str(self.folder)
+            )
 
     def scratch(self, nbytes: int) -> Tensor:
         """Aligned memory of the calling thread to read into or write from."""

@@ -4,7 +4,7 @@ the KV that is moved for it. Cost and pricing read it, whether the rows of a blo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -103,6 +103,14 @@ class BatchPass(Protocol):
         """Slots that are written to disk."""
 
     @property
+    def grown(self) -> int:
+        """Slots that are new, of each row its own: what is written where rows lie apart on disk."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Slots that each row holds before for which the newest token is computed."""
+
+    @property
     def mean_read(self) -> float:
         """The mean over the passes of a journal."""
 
@@ -185,6 +193,14 @@ class StepOfBatch:
     @property
     def written(self) -> int:
         return self._batch.size * self.occupancy.written(self.step)
+
+    @property
+    def grown(self) -> int:
+        return sum(self.occupancy.counts(self.step + 1)) - sum(self.occupancy.counts(self.step))
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return self.occupancy.counts(self.step) if self.step else ()
 
     @property
     def mean_read(self) -> float:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces, StateLayout
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import DEVICE, HOST, Site
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import (
     HeldKV,
@@ -101,7 +101,7 @@ class BlockPlan:
 
     @cached_property
     def kv(self) -> HeldKV:
-        return HeldKV(self.spec, self.levels, self.block)
+        return HeldKV(self.spec, self.levels, self.block, index_is_apart=DISK in self.placement.kv.values())
 
     @cached_property
     def states(self) -> Mapping[Place, StateLayout]:

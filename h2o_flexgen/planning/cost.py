@@ -19,8 +19,8 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.seating import Seating
-from h2o_flexgen.policies.recall import ALL, attended, index_bytes
-from h2o_flexgen.schedule.ops import LANES, Data, Key, Op, Task
+from h2o_flexgen.policies.recall import ALL, attended, index_bytes, most_brought, usually_brought
+from h2o_flexgen.schedule.ops import LANES, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 
 
@@ -118,6 +118,8 @@ class Cost:
         if op.data is Data.KV:
             if op is Op.ATTEND:
                 return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
+            if op.chooses or self._lies_apart(task):
+                return 0 if op.chooses else self._bytes_apart(task)
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
                 return self._whole_row_bytes(task)
             of_head = self.spec.at(task.layer).kv_bytes_per_head
@@ -125,6 +127,27 @@ class Cost:
         if op.data is Data.STATE:
             return self._state_rows(task) * self.planned.states[task.layer, task.batch].row_bytes
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
+
+    def _lies_apart(self, task: Task | Key) -> bool:
+        """Whether KV is moved from disk or to it row by row, as steps ask for single tokens."""
+        traffic = self.schedule.traffic
+        return task.layer in traffic.choosing and traffic.kv_on_disk(task.layer, task.batch)
+
+    def _bytes_apart(self, task: Task | Key) -> int:
+        """What a visit writes, reads for a text that goes on, or brings of what it chooses if no two heads choose alike."""
+        (at,), row_bytes = self.by_level(task), self.spec.at(task.layer).kv_bytes_per_slot
+        if task.op.stores:
+            return at.one.grown * row_bytes
+        if not self.schedule.traffic.chooses(Visit(*task[1:4])):
+            return at.one.read * row_bytes
+        share = self.planned.levels[at.level].policy.recall
+        return sum(most_brought(share, count + 1, at.heads) for count in at.one.counts) * row_bytes
+
+    def brought_bytes(self, task: Task | Key) -> float:
+        """The bytes that a visit is expected to bring of what it chooses."""
+        (at,), row_bytes = self.by_level(task), self.spec.at(task.layer).kv_bytes_per_slot
+        share = self.planned.levels[at.level].policy.recall
+        return sum(usually_brought(share, count + 1, at.heads) for count in at.one.counts) * row_bytes
 
     def _state_rows(self, task: Task | Key) -> int:
         """Rows of which the states are brought, which are those of the step before, or brought home."""
@@ -159,7 +182,7 @@ class Cost:
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
-        if task.op.data is not Data.KV or not task.op.uses_disk:
+        if task.op.data is not Data.KV or not task.op.uses_disk or self._lies_apart(task):
             return self.nbytes(task)
         fetches, of_head = task.op.fetches, self.spec.at(task.layer).kv_bytes_per_head
         return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from h2o_flexgen.core.buffer_layout import (
+    GATHERERS,
     READERS,
     Arena,
     KVLayout,
@@ -19,6 +20,7 @@ from h2o_flexgen.core.buffer_layout import (
     asked_arena,
     decoded_bytes,
     disk_buffer_bytes,
+    gather_buffer_bytes,
     hidden_bytes,
     probe_bytes,
     read_arena,
@@ -255,5 +257,7 @@ def _disk_buffers(planned: BlockPlan, site: Site) -> int:
     writes_prefixes = site.writes_prefixes and planned.block.prefix_room > 0
     threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1 + writes_prefixes
     on_disk = {planned.kv.layouts(*place) for place, tier in planned.schedule.traffic.kv.items() if tier == DISK}
-    layouts = (layout for levels in on_disk for layout in levels if layout is not None)
-    return threads * disk_buffer_bytes(max((layout.padded_slot_bytes for layout in layouts), default=0))
+    layouts = [layout for levels in on_disk for layout in levels if layout is not None]
+    slots = (layout.unit_bytes if layout.apart else layout.padded_slot_bytes for layout in layouts)
+    gathered = max((gather_buffer_bytes(layout.unit_bytes) for layout in layouts if layout.apart), default=0)
+    return threads * disk_buffer_bytes(max(slots, default=0)) + GATHERERS * gathered

@@ -20,7 +20,7 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.policies.recall import index_bytes
+from h2o_flexgen.policies.recall import ALL, index_bytes
 from h2o_flexgen.schedule.traffic import Traffic
 
 
@@ -95,6 +95,7 @@ class HeldKV:
     spec: ModelSpec
     levels: tuple[Level, ...]  # the one that keeps most comes first
     block: Block
+    index_is_apart: bool = False  # steps choose by an index that lies elsewhere than the keys
 
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan, block: Block) -> HeldKV:
@@ -133,7 +134,7 @@ class HeldKV:
         """Bytes kept for a slot of a KV head of a level, where it is computed with, beside key and value: what a policy that
         evicts knows of it, or the index of its key."""
         policy = self.levels[level].policy
-        return policy.score_bytes + index_bytes(policy.recall, self.specs[level])
+        return policy.score_bytes + index_bytes(policy.recall, self.specs[level], self.index_is_apart)
 
     def most_heads(self, level: int) -> int:
         """KV heads that a level has in the layer where it has most."""
@@ -271,6 +272,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         weights_on_host=_layers_with(spec, plan, placement, HOST),
         prompt_weights=_prompt_weights(spec.of_prompts, plan, placement) if len(spec.forms) > 1 else None,
         kv=placement.kv,
+        choosing=frozenset() if plan.policy.recall == ALL else choosing_layers(spec, plan.levels(spec)),
         state=placement.state,
         hidden=placement.hidden,
         kv_before=any(any(batch.seen) for batch in block.batches),
@@ -279,6 +281,12 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         rows_join=block.is_running,
         device_of=device_of_layers(spec, plan.pipeline),
     )
+
+
+def choosing_layers(spec: ModelSpec, levels: Sequence[Level]) -> frozenset[int]:
+    """The layers in which decode steps attend what they choose; a window is read whole."""
+    chosen = (zip(spec.kv_layers, level.heads) for level in levels if level.policy.recall != ALL)
+    return frozenset(layer for of_layers in chosen for layer, heads in of_layers if heads)
 
 
 # -- sizes in bytes ------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 
 STATE_FLOPS = 8.0  # for each value of a matrix of states that a token passes: it fades, is read, added to, and read again
+SMALL_READS_PER_S = 92_000  # of a few kB, with many under way, as a disk in a cloud did them (docs/log/eviction.md)
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 
@@ -81,6 +82,10 @@ class Pricing:
     def _seconds(self, task: Task | Key) -> float:
         if task.op is Op.ATTEND:
             return self._attending(task)
+        if task.op is Op.CHOOSE:
+            return self._choosing(task)
+        if task.op is Op.READ_KV and self.schedule.traffic.chooses(Visit(*task[1:4])):
+            return self._bringing(task)
         return self._moving(task) if task.op is not Op.COMPUTE else sum(self.compute_parts(task).values())
 
     @cached_property
@@ -126,6 +131,25 @@ class Pricing:
         if machine.has_accelerator and op.data is Data.HIDDEN and self.schedule.traffic.hidden[task.batch] == DISK:
             seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # in the same task
         return seconds
+
+    def _bringing(self, task: Task | Key) -> float:
+        """Seconds of reading the tokens that a visit chooses, one by one."""
+        nbytes, machine = self.cost.brought_bytes(task), self.machine
+        at, row_bytes = self.cost.by_level(task)[0], self.spec.at(task.layer).kv_bytes_per_slot
+        layout = self.planned.kv.layouts(task.layer, task.batch)[at.level]
+        assert layout is not None, "its heads are at this level"
+        reads = nbytes / row_bytes / layout.unit_tokens
+        rate = min(machine.bandwidth(READ), machine.kv_read_per_s)
+        return max(reads * layout.unit_bytes / rate, reads / SMALL_READS_PER_S) + machine.task_seconds
+
+    def _choosing(self, task: Task | Key) -> float:
+        """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE makes again. The comparison with
+        the index is counted there."""
+        spec, layer, rows = self.spec.at(task.layer), self._layer(task), self.cost.batch_pass(task.step, task.batch).rows
+        if not rows:
+            return 0.0
+        part = spec.width * (spec.heads + 2 * spec.kv_heads) * spec.head_dim / sum(layer.multiplied_values.values())
+        return min(1.0, part) * self._products(layer, rows) + self._visit_seconds(layer, 1)
 
     def latency(self, op: Op) -> float:
         """The seconds of a task that are not the disk's: where a lane has several workers, it does the next task meanwhile."""

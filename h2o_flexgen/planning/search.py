@@ -261,7 +261,10 @@ def _cases(problem: SearchProblem) -> Iterator[Case]:
 
 def _case(problem: SearchProblem, spec: ModelSpec, plan: Plan) -> Case:
     block = problem.measured(plan).blocks(plan.gpu_batch_size, plan.num_gpu_batches)[0]
-    stays = () if plan.policy.recall == ALL else ("kv",)  # what steps choose of it is not brought from elsewhere
+    policy = plan.policy
+    stays = (
+        () if policy.recall == ALL or policy.keeps_all else ("kv",)
+    )  # what steps choose of few is not brought from elsewhere
     return Case(spec, plan, block, problem.machine, problem.limits, problem.site, stays)
 
 

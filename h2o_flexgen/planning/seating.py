@@ -121,6 +121,8 @@ class PassOfSeats:
     read: int = 0
     stored: int = 0
     written: int = 0
+    grown: int = 0
+    counts: Sequence[int] = ()
 
     @property
     def mean_read(self) -> float:
@@ -142,9 +144,10 @@ class PassOfSeats:
         is_new = stay.changed_at(number) == number  # then all slots are stored anew
         changed, is_scattered = max(after) if is_new else 1, not is_new and level.is_scattered(number)
         written = max(after) if is_scattered and entries == level.journal else changed
+        before = [level.held(row, number) for row in staying]
         return cls(
             rows=len(staying),
-            slots=sum(level.held(row, number) for row in staying),
+            slots=sum(before),
             shared=_shared([stay.needs[row] for row in staying]),
             prompts=_prompts(coming, stay.prefixes.get(number, ()), prefill_tokens, stay.echoes),
             joining=len(coming),
@@ -153,6 +156,8 @@ class PassOfSeats:
             read=loaded[0] * (loaded[1] + entries),
             stored=len(present) if is_scattered else stay.seats * changed,
             written=len(present) * written,
+            grown=sum(after) - sum(before),
+            counts=before,
         )
 
 

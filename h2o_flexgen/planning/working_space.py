@@ -55,6 +55,7 @@ WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it 
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 NUMBER_BYTES = 8  # of a slot
+CHOICES, MARK_BYTES = 2, 3  # choices that are kept beside a new one; bytes of marks for a slot that is wanted from disk
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 AHEAD_TOGETHER = 8  # tokens of a row behind its newest that are attended in one call, where tokens are guessed
@@ -199,7 +200,8 @@ def _recalling_bytes(at: LevelHeads, site: Site) -> int:
         return 0
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
     newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + index_bytes(policy.recall, spec))
-    taken = rows * chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES)
+    kept = CHOICES * spec.kv_heads * NUMBER_BYTES  # of visits that read from disk what they chose
+    taken = rows * (chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES + kept) + MARK_BYTES * capacity)
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
         return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads)

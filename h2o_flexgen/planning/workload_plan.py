@@ -66,19 +66,19 @@ class WorkloadPlan:
         return reduce(Footprint.__or__, each)
 
     def fits(self, limits: MemoryLimits) -> bool:
-        return not self._brings_what_is_chosen and limits.first_exceeded(self.footprint) is None
+        return not self._chooses_of_few and limits.first_exceeded(self.footprint) is None
 
     @property
-    def _brings_what_is_chosen(self) -> bool:
-        """Whether KV comes from another tier of which decode steps attend a share, which is not done yet."""
-        if self.plan.policy.recall == ALL:
+    def _chooses_of_few(self) -> bool:
+        """Whether steps choose what they read of KV on disk, under a policy that evicts, which is not done yet."""
+        if self.plan.policy.recall == ALL or self.plan.policy.keeps_all:
             return False
         traffics = (block.schedule.traffic for block, _ in self.blocks.alike)
-        return any(traffic.moves_kv(*place) for traffic in traffics for place in traffic.kv)
+        return any(traffic.kv_on_disk(*place) for traffic in traffics for place in traffic.kv)
 
     def refuse_what_does_not_fit(self, limits: MemoryLimits) -> None:
-        if self._brings_what_is_chosen:
-            self.plan.refuse_to_recall("KV that is brought from another tier", "keep all KV in memory (percent)")
+        if self._chooses_of_few:
+            self.plan.refuse_to_recall(f"kv_policy {self.plan.kv_policy!r} and KV on disk", "keep all KV in memory (percent)")
         tier = limits.first_exceeded(self.footprint)
         if tier is None:
             return

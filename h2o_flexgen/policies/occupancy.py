@@ -125,7 +125,9 @@ class Occupancy:
 
     def layout(self, spec: ModelSpec, heads: int) -> KVLayout:
         """How keys and values of the batch lie in one layer, of so many of its KV heads."""
-        return KVLayout(self.batch.size, heads, self.capacity, self.journal_capacity, heads * spec.kv_bytes_per_head)
+        apart = any(budget.recall != ALL for budget in self.budgets)
+        journal = 0 if apart else self.journal_capacity
+        return KVLayout(self.batch.size, heads, self.capacity, journal, heads * spec.kv_bytes_per_head, apart)
 
     @property
     def evicts(self) -> bool:

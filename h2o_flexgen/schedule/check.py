@@ -120,11 +120,19 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
             yield Key(Op.PASS_H, *visit)
         if _is_attended_by_host(schedule, visit):
             yield Key(Op.ATTEND, *visit)
+        if _is_chosen(schedule, visit):
+            yield Key(Op.CHOOSE, *visit)
         if traffic.fetches_kv(visit):
             yield from (Key(op, *visit) for op in _fetches(schedule, visit))
         if traffic.stores_kv(visit):
             yield from (Key(op, *visit) for op in _stores(schedule, visit))
         yield from (Key(op, *visit) for op in (*_fetches_of_state(schedule, visit), *_stores_of_state(schedule, visit)))
+
+
+def _is_chosen(schedule: Schedule, visit: Visit) -> bool:
+    """Whether a visit decides what is read of its KV."""
+    on_disk = schedule.traffic.kv.get((visit.layer, visit.batch)) == DISK
+    return on_disk and visit.layer in schedule.traffic.choosing and visit.step > 0
 
 
 def _slices(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
@@ -212,6 +220,12 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
     step, layer, batch = visit
     if task.op is Op.COMPUTE:
         yield from _inputs(schedule, visit)
+    elif task.op is Op.CHOOSE:  # its queries come of all that is computed with but the KV; the newest has to be on disk by then
+        yield from _inputs_beside_kv(schedule, visit)
+        yield Key(Op.WRITE_KV, step - 1, layer, batch)
+    elif task.op is Op.READ_KV and _is_chosen(schedule, visit):
+        yield Key(Op.CHOOSE, *visit)
+        yield Key(Op.WRITE_KV, step - 1, layer, batch)
     elif task.op.data is Data.STATE:
         yield from _before_in_chain(schedule, task.op, visit)
     elif task.op is Op.LOAD_W and traffic.reads_weights(step, layer):
@@ -267,6 +281,12 @@ def _changing(schedule: Schedule, visit: Visit) -> Iterator[Op]:
 
 
 def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
+    yield from _inputs_beside_kv(schedule, visit)
+    if schedule.traffic.fetches_kv(visit) and not _is_attended_by_host(schedule, visit):
+        yield Key(_fetches(schedule, visit)[-1], *visit)
+
+
+def _inputs_beside_kv(schedule: Schedule, visit: Visit) -> Iterator[Key]:
     traffic = schedule.traffic
     step, layer, batch = visit
     before = Visit(step, layer - 1, batch) if layer else Visit(step - 1, traffic.layers - 1, batch)
@@ -280,8 +300,6 @@ def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
         yield from _slices(schedule, Op.LOAD_W, visit)
     elif traffic.reads_weights(step, layer):
         yield from _slices(schedule, Op.READ_W, visit)
-    if traffic.fetches_kv(visit) and not _is_attended_by_host(schedule, visit):
-        yield Key(_fetches(schedule, visit)[-1], *visit)
     if fetches := _fetches_of_state(schedule, visit):
         yield Key(fetches[-1], *visit)
     if layer > 0 and traffic.moves_hidden(batch):

@@ -6,6 +6,8 @@ chain to work in a buffer also needs those that worked in it last for its former
 
 KV that the host attends is fetched for its ATTEND, which comes after the COMPUTE that asks and before what is stored. The
 COMPUTE itself waits for none of it.
+
+Where a visit chooses what is fetched of its KV, it needs for that all that a COMPUTE needs, except this KV.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def _chain(data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: boo
     used = [list(computed_in) if op is Op.COMPUTE else op.works_in(passed) for op in ops]
     held = data is Data.WEIGHTS and not begins_pass  # the first visit of a pass has taken the buffer for all others
     for at, op in enumerate(ops):
-        source, ago = (ops[at - 1], (0, 0)) if at else (op.reverse, HOME_AGO.get(data, (0, 0)))
+        brought_by = fetches[1] if op.chooses else op  # what is chosen is brought by the next task
+        source, ago = (ops[at - 1], (0, 0)) if at else (brought_by.reverse, HOME_AGO.get(data, (0, 0)))
         if Op.ATTEND in ops and op is Op.COMPUTE:
             source = None
         elif op is Op.ATTEND:
@@ -89,6 +92,7 @@ class Issuer:
         self._visits = schedule.traffic.visits
         self._freed_by: dict[tuple[str, int, int], tuple[Key, ...]] = {}
         self._known: dict[object, Chains] = {}
+        self._chosen: set[Visit] = set()  # visits that have their KV chosen and fetched, before they are computed
 
     def computes(self) -> Iterator[Task]:
         """All tasks where nothing moves, block by block."""
@@ -106,9 +110,23 @@ class Issuer:
                     yield self._moved(link, visit)
 
     def of_rows(self, *numbers: int) -> Iterator[Task]:
-        """Fetches what rows have in a layer from step to step."""
+        """Fetches what rows have in a layer from step to step. What a visit chooses of its KV comes later."""
+        chooses = self._traffic.chooses
         for data in OF_ROWS:
-            yield from self.fetched(data, *numbers)
+            asked = (at for at in numbers if data is not Data.KV or at >= self._visits or not chooses(self._schedule.visit(at)))
+            yield from self.fetched(data, *asked)
+
+    def chosen(self, number: int) -> Iterator[Task]:
+        """Chooses what is fetched of the KV of a visit, and fetches it. It is done right before the COMPUTE if not earlier."""
+        if number >= self._visits or (visit := self._schedule.visit(number)) in self._chosen:
+            return
+        if not self._traffic.chooses(visit):
+            return
+        self._chosen.add(visit)
+        links = self._chains(visit)
+        for link in links.fetches[Data.KV]:
+            task = self._moved(link, visit)
+            yield task._replace(needs=self._inputs(visit) + task.needs) if link.op.chooses else task
 
     def sliced(self, op: Op, number: int, slices: Iterable[int]) -> Iterator[Task]:
         """Issues these slices of the weights that come with a visit."""
@@ -120,7 +138,9 @@ class Issuer:
 
     def computed(self, number: int) -> Iterator[Task]:
         """A COMPUTE, and what the host attends for it."""
+        yield from self.chosen(number)
         visit = self._schedule.visit(number)
+        self._chosen.discard(visit)
         links, needs = self._chains(visit).computes, self._computed_before(visit)
         for link in links:
             needs += self._schedule.keys(link.source, visit) if link.source else self._freed(link, visit)
@@ -156,6 +176,15 @@ class Issuer:
         passed = (Key(Op.PASS_H, *before),) if self._traffic.passes_on(before.layer, batch) else ()
         attended = (Key(Op.ATTEND, *before),) if self._traffic.attends_beside(before) else ()
         return (Key(Op.COMPUTE, *before), *passed, *attended)
+
+    def _inputs(self, visit: Visit) -> tuple[Key, ...]:
+        """What a visit computes with, beside its KV. Weights came for the first visit of their pass, which may come later."""
+        needs, first = self._computed_before(visit), visit._replace(batch=self._schedule.weight_batch(visit.batch))
+        for at, of_weights in ((first, True), (visit, False)):
+            for link in self._chains(at).computes:
+                if link.source is not None and link.data is not Data.KV and (link.data is Data.WEIGHTS) == of_weights:
+                    needs += self._schedule.keys(link.source, at)
+        return needs
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class Op(Enum):
 
     READ_W = READ, Data.WEIGHTS, DISK, HOST
     LOAD_W = LOAD, Data.WEIGHTS, HOST, DEVICE
+    CHOOSE = COMPUTE_LANE, Data.KV, HOST, HOST  # which of the slots on disk a decode step attends, by its own queries
     READ_KV = READ, Data.KV, DISK, HOST
     LOAD_KV = LOAD, Data.KV, HOST, DEVICE
     READ_S = READ, Data.STATE, DISK, HOST
@@ -74,7 +75,8 @@ class Op(Enum):
         self.lane = lane
         self.data = data
         self.places = source, target
-        self.fetches = lane in (READ, LOAD)  # before the COMPUTE of its visit
+        self.chooses = (lane, data) == (COMPUTE_LANE, Data.KV)
+        self.fetches = lane in (READ, LOAD) or self.chooses  # before the COMPUTE of its visit
         self.stores = lane in (PASS, STORE, WRITE)  # after it
         self.uses_disk = DISK in self.places
         self.by_host = self.uses_disk or lane == ATTEND_LANE  # the CPU itself works in host memory

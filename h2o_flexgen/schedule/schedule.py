@@ -117,10 +117,13 @@ class Schedule(ABC):
     def touches(self, task: Task | Key) -> list[Touch]:
         """The buffers that a task works in. A buffer has one user at a time: that is what `check` proves."""
         visit, touched = Visit(*task[1:4]), []
-        for data in MOVED if task.op is Op.COMPUTE else (task.op.data,):
+        computes = task.op is Op.COMPUTE or task.op.chooses
+        for data in MOVED if computes else (task.op.data,):
+            if task.op.chooses and data is Data.HIDDEN and not visit.layer:
+                continue  # no states come to it, and it makes none
             number = self.weight_number if data is Data.WEIGHTS else self.number
             rings = self.traffic.rings(data, visit)
-            own = self.traffic.computed_in(data, visit) if task.op is Op.COMPUTE else task.op.works_in(rings)
+            own = self.traffic.computed_in(data, visit) if computes else task.op.works_in(rings)
             buffer = self.weight_buffer(visit) if data is Data.WEIGHTS else self.buffer(visit)
             touched += [Touch(self._own(ring, visit.layer), buffer, number(*visit)) for ring in own]
         return touched + list(self._places_of_passing(task.op, visit))

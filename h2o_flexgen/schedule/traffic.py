@@ -25,6 +25,7 @@ class Traffic:
         None  # both, of the first step, where others are in its layers
     )
     kv: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (layer, batch) -> tier, for layers that have KV
+    choosing: frozenset[int] = frozenset()  # layers in which decode steps attend slots that they choose
     state: Mapping[tuple[int, int], str] = field(default_factory=dict)  # alike, for layers in which rows have a state
     hidden: tuple[str, ...] = ()  # tier of each batch's activations
     kv_before: bool = False  # KV of an earlier block exists before the first step, and states
@@ -54,6 +55,7 @@ class Traffic:
         is_moved = {
             Op.READ_W: brings_weights and self.reads_weights(step, layer),
             Op.LOAD_W: brings_weights and self.loads_weights(step, layer),
+            Op.CHOOSE: self.chooses(visit),
             Op.READ_KV: fetches_kv and on_disk,
             Op.LOAD_KV: fetches_kv and self.loads_kv(visit),
             Op.READ_S: self.fetches_state(visit) and self.state_on_disk(layer, batch),
@@ -141,6 +143,10 @@ class Traffic:
     def fetches_kv(self, visit: Visit) -> bool:
         """True if KV must be brought to the place of computation."""
         return self.moves_kv(visit.layer, visit.batch) and (visit.step > 0 or self.kv_before)
+
+    def chooses(self, visit: Visit) -> bool:
+        """True if the disk is asked for slots that the queries of this visit choose. In memory they are attended in place."""
+        return visit.step > 0 and visit.layer in self.choosing and self.kv_on_disk(visit.layer, visit.batch)
 
     def stores_kv(self, visit: Visit) -> bool:
         """True if KV must be brought home. That of the last step is not read, unless it lives on."""

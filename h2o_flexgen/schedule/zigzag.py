@@ -59,5 +59,16 @@ class Zigzag(BlockOrder):
             yield from issue.sliced(Op.LOAD_W, first + self.load_ahead * batches, slices)
             yield from issue.of_rows(number + rows_ahead)
             yield from issue.fetched(Data.HIDDEN, number + hidden_ahead)
+            yield from issue.chosen(number)
+            if self._chooses_ahead(number + 1):
+                yield from issue.chosen(number + 1)
             yield from issue.computed(number)
             yield from issue.stored(number)
+
+    def _chooses_ahead(self, number: int) -> bool:
+        """Whether a visit chooses what is fetched of its KV before the COMPUTE of the visit before, so that both go on at once.
+        The first batch of a layer does not wait for weights meanwhile."""
+        if not self.load_ahead or self.traffic.batches == 1 or number >= self.traffic.visits:
+            return False
+        visit = self.visit(number)
+        return visit.batch > 0 or not self.traffic.moves_weights(visit.layer)

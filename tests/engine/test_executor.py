@@ -73,6 +73,7 @@ def moves_of_all_kinds(
         hidden=tuple(tiers[batch % 3] for batch in range(batches)),
         attends_on_host=attends_on_host,
         state={(layer, batch): tiers[(layer + batch) % 3] for layer in range(1, layers - 1) for batch in range(batches)},
+        choosing=frozenset() if accelerator else frozenset((1,)),
     )
 
 
@@ -81,7 +82,8 @@ OF_ONE_DEVICE = [op for op in Op if op is not Op.PASS_H]
 
 def tasks_with(op: Op) -> list[Task]:
     """The tasks of a schedule in which the op occurs."""
-    return list(SCHEDULES["zigzag"](moves_of_all_kinds(True, 2, attends_on_host=op is Op.ATTEND)).tasks())
+    made = SCHEDULES["zigzag"](moves_of_all_kinds(op is not Op.CHOOSE, 2, attends_on_host=op is Op.ATTEND))
+    return list(made.tasks())
 
 
 def same_for_all(action: Action) -> dict[Op, Action]:

@@ -20,7 +20,7 @@ def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Traffic:
     count, width = random.randint(1, layers), random.randint(1, batches)
     kv_tiers, hidden_tiers = random.choice(TIER_MIXES), random.choice(TIER_MIXES)
     with_kv = [layer for layer in range(count) if random.random() < 0.7]
-    return Traffic(
+    made = Traffic(
         steps=random.randint(1, 4),
         layers=count,
         batches=width,
@@ -36,6 +36,7 @@ def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Traffic:
         rows_join=random.random() < 0.3,
         state={(layer, batch): random.choice(TIERS) for layer in _some(random, count) for batch in range(width)},
     )
+    return made if made.accelerator else replace(made, choosing=_some(random, count))
 
 
 def _some(random: Random, count: int) -> frozenset[int]:

@@ -26,7 +26,15 @@ def random_pipeline(random: Random, layers: int = 6, batches: int = 5) -> Pipeli
     starts = sorted(random.sample(range(1, moves.layers), devices - 1))
     device_of = tuple(sum(layer >= start for start in starts) for layer in range(moves.layers))
     return Pipeline(
-        replace(moves, accelerator=True, attends_on_host=False, kv_before=False, rows_join=False, device_of=device_of)
+        replace(
+            moves,
+            accelerator=True,
+            attends_on_host=False,
+            kv_before=False,
+            rows_join=False,
+            choosing=frozenset(),
+            device_of=device_of,
+        )
     )
 
 

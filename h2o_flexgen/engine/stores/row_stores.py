@@ -7,6 +7,7 @@ tokens there is one store, which serves all calls.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -22,7 +23,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerByPart, LayerCache, heads_by_layer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.schedule.ops import Task, Visit
+from h2o_flexgen.schedule.ops import READ, Task, Visit
 
 
 class KVLevels:
@@ -53,6 +54,10 @@ class KVLevels:
 
     def is_attended_beside(self, visit: Visit) -> bool:
         return self._schedule.traffic.attends_beside(visit)
+
+    def chooses(self, visit: Visit) -> bool:
+        """Whether a visit chooses what is read of its KV. Its attention then finds other slots in each step."""
+        return self._schedule.traffic.chooses(visit)
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -88,6 +93,11 @@ class KVLevels:
 
     def read(self, task: Task) -> int:
         return sum(store.read(task) for store in self._of_layer[task.layer])
+
+    @property
+    def skipped_bytes(self) -> Counter[str]:
+        """The bytes of tokens that several heads chose, and that came once, by lane."""
+        return Counter({READ: sum(store.spared_bytes for store in self._stores)})
 
     def write(self, task: Task) -> int:
         return sum(store.write(task) for store in self._of_layer[task.layer])

@@ -1,0 +1,134 @@
+"""RowsApart: the KV of one (layer, batch) on disk where decode steps choose the tokens that they read.
+
+Rows lie apart there, each token with the values of all its heads side by side, in units of whole pages (`KVLayout`). Rows keep
+their places on disk for as long as they live: those that move up in memory take the number of their place along. A unit is read
+and written whole. The newest tokens of a row are among those that every step reads, so the unit that the next token belongs to
+is in memory when it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy
+
+from h2o_flexgen.core.buffer_layout import KVLayout
+from h2o_flexgen.engine.rows import RowRange
+from h2o_flexgen.kernels.raw_memory import numpy_of
+from h2o_flexgen.kv.key_index import ChosenSlots
+from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
+from h2o_flexgen.policies.recall import most_brought
+
+Pair = tuple[numpy.ndarray, numpy.ndarray]
+
+
+class Brought(NamedTuple):
+    moved: int  # bytes
+    spared: int  # bytes that would have come as well if no two heads had chosen alike
+
+
+class RowsApart:
+    def __init__(self, home: DiskRegion, layout: KVLayout, disk: DiskTier) -> None:
+        self._home = home
+        self._layout = layout
+        self._disk = disk
+        self._places = [*range(layout.rows)]  # of each row, on disk
+
+    def begin(self) -> None:
+        """Begins with other rows, or with one that lives on."""
+        self._places = [*range(self._layout.rows)]
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Row `kept[dst]` becomes row `dst`. The places of rows that have left are free for others."""
+        moved = [self._places[source] for source in kept]
+        self._places = [*moved, *(place for place in self._places if place not in set(moved))]
+
+    # -- ranges of rows ------------------------------------------------------------------------------------------------
+
+    def write(self, image: numpy.ndarray, changed: Sequence[RowRange]) -> int:
+        """Writes ranges of an image (sets, rows, heads, slots, width)."""
+        self._disk.files.each(lambda cut: self._write_units(image, cut), [*self._cuts(changed)])
+        return self._nbytes(changed)
+
+    def read(self, image: numpy.ndarray, wanted: Sequence[RowRange]) -> int:
+        """Reads ranges that begin with a row's first token."""
+        self._disk.files.each(lambda cut: self._read_units(image, cut), [*self._cuts(wanted)])
+        return self._nbytes(wanted)
+
+    def _nbytes(self, ranges: Sequence[RowRange]) -> int:
+        return sum(end - first for _, first, end in ranges) * self._layout.row_bytes
+
+    def _cuts(self, ranges: Sequence[RowRange]) -> Iterator[RowRange]:
+        """The parts, to whole units, that a disk thread takes at a time."""
+        at_once = self._layout.unit_tokens * self._layout.units_at_once
+        for row, first, end in ranges:
+            start = first // self._layout.unit_tokens * self._layout.unit_tokens
+            yield from (RowRange(row, at, min(at + at_once, end)) for at in range(start, end, at_once))
+
+    def _write_units(self, image: numpy.ndarray, cut: RowRange) -> None:
+        start, units = self._place_of(cut)
+        scratch = self._disk.scratch(units * self._layout.unit_bytes)
+        for there, own in self._tokens_of(numpy_of(scratch, writes=True), image, cut):
+            numpy.copyto(there, own)
+        self._disk.write_from(self._home, start, scratch)
+
+    def _read_units(self, image: numpy.ndarray, cut: RowRange) -> None:
+        start, units = self._place_of(cut)
+        scratch = self._disk.scratch(units * self._layout.unit_bytes)
+        self._disk.read_into(self._home, start, scratch)
+        for there, own in self._tokens_of(numpy_of(scratch), image, cut):
+            numpy.copyto(own, there)
+
+    def _place_of(self, cut: RowRange) -> tuple[int, int]:
+        """The place of a part on disk, and the number of its units."""
+        layout = self._layout
+        first, units = cut.first // layout.unit_tokens, -(-(cut.end - cut.first) // layout.unit_tokens)
+        return self._places[cut.row] * layout.disk_row_bytes + first * layout.unit_bytes, units
+
+    def _tokens_of(self, raw: numpy.ndarray, image: numpy.ndarray, cut: RowRange) -> Iterator[Pair]:
+        """The tokens of a part, as they lie in its units and in the image: those of units that are full, and the others."""
+        layout, (sets, _, heads, _, width) = self._layout, image.shape
+        full, rest = divmod(cut.end - cut.first, layout.unit_tokens)
+        values = raw.view(image.dtype).reshape(-1, layout.unit_bytes // image.itemsize)
+        used = values[:, : layout.unit_tokens * sets * heads * width]
+        units = used.reshape(len(used), layout.unit_tokens, sets, heads, width)
+        own, middle = image[:, cut.row, :, cut.first : cut.end], full * layout.unit_tokens
+        if full:
+            parted = own[:, :, :middle].reshape(sets, heads, full, layout.unit_tokens, width)
+            assert numpy.may_share_memory(parted, own) and numpy.may_share_memory(units, raw), "these are views"
+            yield units[:full].transpose(2, 3, 0, 1, 4), parted
+        if rest:
+            yield units[full, :rest].transpose(1, 2, 0, 3), own[:, :, middle:]
+
+    # -- single tokens -------------------------------------------------------------------------------------------------
+
+    def bring(self, image: numpy.ndarray, choice: ChosenSlots, share: float) -> Brought:
+        """Reads the tokens that a decode step has chosen in any head, except its own newest ones."""
+        if choice.now is None or choice.slots is None:
+            return Brought(0, 0)
+        counts, layout = choice.now.slots.counts, self._layout
+        wanted = _wanted(numpy_of(choice.slots), counts, layout.slots)
+        self._disk.gather(self._home, self._on_disk(wanted, counts), image)
+        brought = int(wanted.sum()) * layout.row_bytes
+        most = sum(most_brought(share, count + 1, layout.heads) for count in counts) * layout.row_bytes
+        return Brought(brought, most - brought)
+
+    def _on_disk(self, wanted: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
+        """The units that have wanted tokens (rows, slots)."""
+        layout, (rows, slots) = self._layout, wanted.shape
+        filled = numpy.zeros((rows, -(-slots // layout.unit_tokens) * layout.unit_tokens), bool)
+        filled[:, :slots] = wanted
+        of_row, unit = filled.reshape(rows, -1, layout.unit_tokens).any(-1).nonzero()
+        begins = numpy.array(self._places[:rows], numpy.int64) * layout.disk_row_bytes
+        units = numpy.stack((of_row, begins[of_row], unit), axis=1).astype(numpy.int64)
+        return TokensOnDisk(units, numpy.array(counts, numpy.int64), layout.unit_bytes, layout.unit_tokens)
+
+
+def _wanted(chosen: numpy.ndarray, counts: Sequence[int], slots: int) -> numpy.ndarray:
+    """The slots of each row that any head has chosen, as truths (rows, slots). Places behind a row's own are 0, a slot that all
+    choose."""
+    rows = len(chosen)
+    wanted = numpy.zeros((rows, slots), bool)
+    wanted[numpy.arange(rows)[:, None, None], chosen] = True
+    return wanted & (numpy.arange(slots) < numpy.array(counts)[:, None])

@@ -1,0 +1,143 @@
+"""RowsApart: tokens that lie apart on disk come to their places in an image, however many of them a page has room for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, GATHERERS, KVLayout
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.rows import RowRange
+from h2o_flexgen.engine.stores.rows_apart import RowsApart
+from h2o_flexgen.kernels import read_records
+from h2o_flexgen.kernels.native import variants
+from h2o_flexgen.kernels.raw_memory import numpy_of
+from h2o_flexgen.kv.key_index import ChosenSlots
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.policies.recall import most_brought
+from tests.kernels.variants import used
+
+ROWS, HEADS, SLOTS, SHARE, STEP = 3, 2, 83, 0.5, 4
+LENGTHS = (70, 24, 51)
+WIDTHS = (3, 12, 256, 600)  # values of a head: 4096 bytes hold many tokens, one that fills it, and none
+UNSEEN = -1.0
+
+
+@pytest.fixture
+def disk(offload: Path) -> Iterator[DiskTier]:
+    with closing(OffloadFolder(offload)), DiskFiles() as files, closing(DiskTier(files, offload)) as tier:
+        files.start_gathering()
+        yield tier
+
+
+def layout_of(width: int) -> KVLayout:
+    return KVLayout(ROWS, HEADS, SLOTS, 0, 2 * HEADS * width * 4, apart=True)
+
+
+def opened(disk: DiskTier, layout: KVLayout) -> RowsApart:
+    disk.alloc(3 * ALIGNMENT)  # it does not begin where the file does
+    return RowsApart(disk.alloc(layout.disk_bytes), layout, disk)
+
+
+def filled(width: int, seed: int = 0) -> Tensor:
+    return torch.randn(2, ROWS, HEADS, SLOTS, width, generator=torch.Generator().manual_seed(seed))
+
+
+def step_of(lengths: tuple[int, ...]) -> KVStep:
+    policy = Full(KVOptions(kv_recall=SHARE))
+    occupancy = policy.occupancy(Batch(tuple(range(len(lengths))), lengths), STEP + 1)
+    return KVStep.of(occupancy.at(STEP), SLOTS, torch.device("cpu"))
+
+
+def choice_of(now: KVStep, seed: int) -> ChosenSlots:
+    """Slots of each head by chance, the first ones and the newest among them; places behind a row's own are 0."""
+    random, counts, held = np.random.default_rng(seed), now.slots.attended, [count + 1 for count in now.slots.counts]
+    slots = np.zeros((len(counts), HEADS, max(counts)), np.int64)
+    for row, (count, own) in enumerate(zip(counts, held)):
+        always = {*range(4), *range(own - 16, own)}
+        for head in range(HEADS):
+            others = random.permutation(sorted({*range(own)} - always))[: count - len(always)]
+            slots[row, head, :count] = sorted({*always, *others.tolist()})
+    return ChosenSlots(now, torch.from_numpy(slots))
+
+
+@pytest.mark.parametrize("build", ["torch", *variants()[:1]])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_chosen_tokens_come_to_their_places(width: int, build: str, disk: DiskTier) -> None:
+    layout, now = layout_of(width), step_of(LENGTHS)
+    apart, every, image = opened(disk, layout), filled(width), torch.full((2, ROWS, HEADS, SLOTS, width), UNSEEN)
+    apart.write(numpy_of(every), [RowRange(row, 0, count) for row, count in enumerate(now.slots.counts)])
+    choice = choice_of(now, width)
+    assert choice.slots is not None
+    with used(build):
+        brought = apart.bring(numpy_of(image, writes=True), choice, SHARE)
+    tokens = 0
+    for row, count in enumerate(now.slots.counts):
+        wanted = sorted({*choice.slots[row].flatten().tolist()} & {*range(count)})
+        assert torch.equal(image[:, row, :, wanted], every[:, row, :, wanted])
+        assert torch.equal(image[:, row, :, count:], torch.full_like(image[:, row, :, count:], UNSEEN)), "not on disk yet"
+        units = {token // layout.unit_tokens for token in wanted}
+        beside = [token for token in range(count) if token // layout.unit_tokens not in units]
+        assert torch.equal(image[:, row, :, beside], torch.full_like(image[:, row, :, beside], UNSEEN)), "not asked for"
+        tokens += len(wanted)
+    most = sum(most_brought(SHARE, count + 1, HEADS) for count in now.slots.counts)
+    assert brought == (tokens * layout.row_bytes, (most - tokens) * layout.row_bytes) and most > tokens
+    assert len(beside) > 0 or layout.unit_tokens > 1
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tokens_that_are_added_one_by_one_are_there(width: int, disk: DiskTier) -> None:
+    apart, every = opened(disk, layout_of(width)), filled(width)
+    apart.write(numpy_of(every), [RowRange(0, 0, 20), RowRange(2, 0, 37)])
+    for step in range(25):
+        apart.write(numpy_of(every), [RowRange(0, 20 + step, 21 + step), RowRange(2, 37 + step, 38 + step)])
+    found = torch.full_like(every, UNSEEN)
+    assert (
+        apart.read(numpy_of(found, writes=True), [RowRange(0, 0, 45), RowRange(2, 0, 62)]) == 107 * layout_of(width).row_bytes
+    )
+    assert torch.equal(found[:, 0, :, :45], every[:, 0, :, :45]) and torch.equal(found[:, 2, :, :62], every[:, 2, :, :62])
+    assert (found[:, 1] == UNSEEN).all() and (found[:, 0, :, 45:] == UNSEEN).all()
+
+
+def test_rows_that_move_up_keep_their_places_and_others_take_those_that_are_free(disk: DiskTier) -> None:
+    apart, every, new = opened(disk, layout_of(12)), filled(12), filled(12, 1)
+    apart.write(numpy_of(every), [RowRange(row, 0, 40) for row in range(ROWS)])
+    apart.keep_rows([2, 1])  # the first row has left
+    apart.write(numpy_of(new), [RowRange(2, 0, 30)])
+    found = torch.full_like(every, UNSEEN)
+    apart.read(numpy_of(found, writes=True), [RowRange(0, 0, 40), RowRange(1, 0, 40), RowRange(2, 0, 30)])
+    assert torch.equal(found[:, :2, :, :40], every[:, [2, 1], :, :40])
+    assert torch.equal(found[:, 2, :, :30], new[:, 2, :, :30])
+
+
+def test_a_read_that_fails_is_an_error(disk: DiskTier) -> None:
+    layout, now = layout_of(512), step_of(LENGTHS)
+    apart, image = opened(disk, layout), filled(512)
+    assert disk._descriptor is not None
+    os.ftruncate(disk._descriptor, 4 * ALIGNMENT)
+    for build in ("torch", *variants()[:1]):
+        with used(build), pytest.raises(OSError, match="ended too early where single tokens were to be read"):
+            apart.bring(numpy_of(image, writes=True), choice_of(now, 0), SHARE)
+
+
+def test_many_reads_are_under_way_at_once(disk: DiskTier) -> None:
+    """Each of the threads takes units from one list."""
+    layout = KVLayout(ROWS, HEADS, 3000, 0, ALIGNMENT, apart=True)
+    apart = opened(disk, layout)
+    chosen = np.zeros((ROWS, HEADS, 1500), np.int64)
+    chosen[:] = np.arange(0, 3000, 2)
+    with patch.object(read_records, "run") as run:
+        now, image = step_of((2990, 2990, 2990)), torch.zeros(2, ROWS, HEADS, 3000, 256)
+        apart.bring(numpy_of(image, writes=True), ChosenSlots(now, torch.from_numpy(chosen)), SHARE)
+    assert run.call_count == GATHERERS or not variants()
