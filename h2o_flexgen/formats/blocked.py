@@ -14,6 +14,7 @@ from h2o_flexgen.formats.byte_layout import (
     PLANES_OF_TWO,
     SCALE,
     SCALE_AND_MINIMUM,
+    SIGNED_SIX_BITS,
     SIX_BITS,
     SIXTEENS,
     ByteLayout,
@@ -59,6 +60,7 @@ IN_GGUF = (
     Blocked("q5_1", 7, ByteLayout(SMALL, 24, span=16, codes_at=8, upper=FIFTH_BITS, upper_at=4, shared=SCALE_AND_MINIMUM)),
     Blocked("q8_0", 8, ByteLayout(SMALL, 34, bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE)),
     Blocked("iq4_nl", 20, ByteLayout(SMALL, 18, span=16, codes_at=2, table=IQ4_TABLE, zero=128, shared=SCALE)),
+    Blocked("iq4_xs", 23, ByteLayout(LARGE, 136, span=16, codes_at=8, table=IQ4_TABLE, zero=128, shared=SIGNED_SIX_BITS)),
     Blocked("q4_K", 12, ByteLayout(LARGE, 144, span=32, codes_at=16, shared=SIX_BITS)),
     Blocked("q5_K", 13, ByteLayout(LARGE, 176, span=32, codes_at=48, upper=PLANES_OF_ONE, upper_at=16, shared=SIX_BITS)),
     Blocked(

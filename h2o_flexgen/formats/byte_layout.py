@@ -12,6 +12,7 @@ from dataclasses import dataclass
 INTEGER, FLOAT4, FLOAT8 = "integer", "float4", "float8"  # kinds of codes
 SCALE, SCALE_AND_MINIMUM = "scale", "scale and minimum"  # of a block, as float16
 SIX_BITS = "six bits"  # scales and minima of 32 values in 6 bits, times those of their block
+SIGNED_SIX_BITS = "signed six bits"  # scales of 32 values, times that of their block; the upper 2 bits lie before the lower 4
 SIXTEENS = "sixteens"  # scales of 16 values in 8 bits, times that of their block
 EXPONENT = "exponent"  # of a block: half a power of two
 SECTIONS = "sections"

@@ -96,10 +96,11 @@ static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int
     static const float of_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     const uint8_t *bytes = bytes_of_piece(row, first, format);
     const unsigned long within = (unsigned long)first % STRETCH, at = within / sharing_inputs(format), piece = within / PIECE;
-    if (format == Q4_0 || format == Q4_1 || format == IQ4_NL || format == MXFP4 || format == FP4 || format == INT4) {
-        const words both = words_of_16(bytes + (format == Q4_0 || format == IQ4_NL ? 2 : format == Q4_1 ? 4 : format == MXFP4));
+    if (format == Q4_0 || format == Q4_1 || is_iq4(format) || format == MXFP4 || format == FP4 || format == INT4) {
+        const unsigned long begin = format == IQ4_XS ? 8 + piece * 16 : format == Q4_1 ? 4 : format == Q4_0 || format == IQ4_NL ? 2 : format == MXFP4;
+        const words both = words_of_16(bytes + begin);
         const floats codes = format == MXFP4 || format == FP4 ? LOAD(floats, of_fp4)
-                             : format == IQ4_NL             ? LOAD(floats, of_iq4)
+                             : is_iq4(format)               ? LOAD(floats, of_iq4)
                              : format == INT4               ? LOAD(floats, whole) - (float)shares->zeros[at]
                                                           : LOAD(floats, whole) - (float)usual_zero(format);
         const floats table = codes * shares->scales[at];

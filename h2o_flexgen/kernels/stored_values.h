@@ -15,8 +15,8 @@
 #define STRETCH 256 /* inputs with scales that are read at once: a block of the formats with the longest ones */
 
 /* Blocks are those of GGUF, the others lie in sections. Python reads their numbers here. */
-enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4, IQ4_NL };
-#define EACH_FORM(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4) DO(FP8) DO(FP4) DO(INT4) DO(IQ4_NL)
+enum format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4, IQ4_NL, IQ4_XS };
+#define EACH_FORM(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4) DO(FP8) DO(FP4) DO(INT4) DO(IQ4_NL) DO(IQ4_XS)
 
 enum { E8M0 = HALF + 1 }; /* a scale that is a power of two: its exponent, which 127 is added to, as a byte */
 
@@ -47,12 +47,12 @@ typedef uint8_t stored_codes __attribute__((vector_size(PIECE)));
 
 static ALWAYS_INLINE int is_block(int format)
 {
-    return format <= MXFP4 || format == IQ4_NL;
+    return format <= MXFP4 || format >= IQ4_NL;
 }
 
 static ALWAYS_INLINE long block_values(int format)
 {
-    return format == Q4_K || format == Q5_K || format == Q6_K ? 256 : 32;
+    return format == Q4_K || format == Q5_K || format == Q6_K || format == IQ4_XS ? 256 : 32;
 }
 
 static ALWAYS_INLINE long stored_block_bytes(int format)
@@ -64,11 +64,17 @@ static ALWAYS_INLINE long stored_block_bytes(int format)
     case Q5_0: return 22;
     case Q5_1: return 24;
     case Q8_0: return 34;
+    case IQ4_XS: return 136;
     case Q4_K: return 144;
     case Q5_K: return 176;
     case Q6_K: return 210;
     default: return 17;
     }
+}
+
+static ALWAYS_INLINE int is_iq4(int format) /* codes stand for values that lie closer together near zero */
+{
+    return format == IQ4_NL || format == IQ4_XS;
 }
 
 static ALWAYS_INLINE int sharing_inputs(int format) /* of a piece: 16 of them or all 32 share a scale */
@@ -95,7 +101,8 @@ static ALWAYS_INLINE int usual_zero(int format)
     case INT4: return 8;
     case Q5_0: return 16;
     case Q8_0:
-    case IQ4_NL: return 128;
+    case IQ4_NL:
+    case IQ4_XS: return 128;
     case Q6_K: return 32;
     case MXFP4:
     case FP4: return 12;
@@ -107,7 +114,8 @@ static ALWAYS_INLINE int largest_code(int format) /* of formats of whole numbers
 {
     switch (format) {
     case Q8_0: return 255;
-    case IQ4_NL: return 241; /* the value, and 128 */
+    case IQ4_NL:
+    case IQ4_XS: return 241; /* the value, and 128 */
     case Q6_K: return 63;
     case Q5_0:
     case Q5_1:
@@ -254,6 +262,7 @@ static ALWAYS_INLINE stored_codes stored_codes_of(const stored_row *row, long fi
         return some_bits(LOAD(stored_codes, block + piece / 4 * 64 + piece % 2 * 32), piece % 4 / 2 * 4, 15) |
                raised(some_bits(LOAD(stored_codes, block + 128 + piece / 4 * 32), piece % 4 * 2, 3));
     case IQ4_NL: return codes_of_iq4(nibbles_by_half(block + 2));
+    case IQ4_XS: return codes_of_iq4(nibbles_by_half(block + 8 + piece * 16));
     case MXFP4: return codes_of_fp4(nibbles_by_half(block + 1));
     case FP4: return codes_of_fp4(nibbles_in_turn(block));
     case INT4: return nibbles_in_turn(block);
@@ -306,6 +315,11 @@ static ALWAYS_INLINE void read_shares_of_256(const uint8_t *block, int format, s
 #pragma omp simd
         for (int at = 0; at < 16; at++)
             to->scales[at] = scale * (float)(int8_t)block[192 + at];
+    } else if (format == IQ4_XS) {
+        const unsigned upper = LOAD(uint16_t, block + 2), lower = LOAD(uint32_t, block + 4);
+#pragma omp simd
+        for (int at = 0; at < 8; at++)
+            to->scales[at] = scale * (float)((int)((lower >> 4 * at & 15) | (upper >> 2 * at & 3) << 4) - 32);
     } else {
         const float minimum = load_half(block + 2);
         uint8_t scales[8], minima[8];

@@ -21,6 +21,7 @@ from h2o_flexgen.formats.byte_layout import (
     PLANES_OF_TWO,
     SCALE,
     SCALE_AND_MINIMUM,
+    SIGNED_SIX_BITS,
     SIX_BITS,
     SIXTEENS,
     ByteLayout,
@@ -201,6 +202,13 @@ def _six_bits(blocks: Tensor, at: int) -> Shares:
     return _float16(blocks, at) * scales.float(), -(_float16(blocks, at + 2) * minima.float())
 
 
+def _signed_six_bits(blocks: Tensor, at: int) -> Shares:
+    """Reads those of 8 groups, behind the number of the block: the upper 2 bits in 2 bytes, and the lower 4 in 4 bytes."""
+    places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)
+    upper = (blocks[:, at + 2 : at + 4, None] >> places & 3).flatten(1)
+    return _float16(blocks, at) * ((_neighbours(blocks[:, at + 4 : at + 8]) | upper << 4).float() - 32), None
+
+
 def _sixteens(blocks: Tensor, at: int) -> Shares:
     return blocks[:, at : at + 16].contiguous().view(torch.int8).float() * _float16(blocks, at + 16), None
 
@@ -213,6 +221,7 @@ _SHARED: Mapping[str, Callable[[Tensor, int], Shares]] = {
     SCALE: _scale,
     SCALE_AND_MINIMUM: _scale_and_minimum,
     SIX_BITS: _six_bits,
+    SIGNED_SIX_BITS: _signed_six_bits,
     SIXTEENS: _sixteens,
     EXPONENT: _exponent,
 }

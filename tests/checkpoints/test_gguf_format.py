@@ -223,7 +223,7 @@ def test_metadata_that_cannot_be_are_refused(path: Path, pairs: list[bytes], wor
     ("tensors", "word"),
     [
         ([tensor(kind=10)], "q2_K"),
-        ([tensor(kind=23)], "iq4_xs"),
+        ([tensor(kind=22)], "iq2_s"),
         ([tensor(kind=4)], "number 4"),
         ([tensor(kind=1 << 31)], f"number {1 << 31}"),
         ([tensor(shape=(33, 2), kind=2)], "blocks of 32"),

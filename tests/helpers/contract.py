@@ -87,6 +87,7 @@ STORED = (
     ("glm4-moe", "gguf-q4_1", PLAIN, INT8),
     ("granite-moe", "gguf-q5_0", PLAIN, EXACT),
     ("granite", "gguf-iq4_nl", PLAIN, EXACT),
+    ("llama31", "gguf-iq4_xs", PLAIN, INT8),
     ("qwen2", "gguf-bfloat16", "group4", EXACT),
     ("qwen3", "gguf-q8_0", "group4", EXACT),
     ("llama-gqa", "gguf-q4_0", PLAIN, INT8),

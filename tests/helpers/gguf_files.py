@@ -34,11 +34,12 @@ ROUTERS = (".router.proj.weight", ".mlp.gate.weight", ".mlp.router.weight", ".ml
 NEVER_PACKED = ("_norm.weight", "e_score_correction_bias", "embed_positions.weight")
 FORMATS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
     name.lower().replace("_k", "_K"): Type[name]
-    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 }
 # where the halves of a block lie, and how large they are for values of a spread of about 1
 SCALES: Mapping[Type, Mapping[int, float]] = {
     Type.IQ4_NL: {0: 0.016},
+    Type.IQ4_XS: {0: 0.0009},
     Type.Q4_K: {0: 0.005, 2: 0.0375},
     Type.Q5_K: {0: 0.0024, 2: 0.0375},
     Type.Q6_K: {208: 0.0008},

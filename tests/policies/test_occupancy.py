@@ -22,12 +22,12 @@ SLOTS: dict[str, dict[str, Any]] = {
     "streaming": {"recent": 5, "sinks": 1},
     "full": {},
     "kvzap": {"heavy": 3, "recent": 3, "probe": OF_NO_MODEL},
-    "lagkv": {"heavy": 3, "recent": 3, "sinks": 1},
 }
 
 
 def occupancy_of(name: str, lengths: list[int], gen_len: int, **options: object) -> Occupancy:
-    plan = Plan.create(kv_policy=name, **{**SLOTS.get(name, {"heavy": 3, "recent": 3}), **options})
+    sinks = {"sinks": 1} if POLICIES[name].usual_sinks else {}
+    plan = Plan.create(kv_policy=name, **{**SLOTS.get(name, {"heavy": 3, "recent": 3, **sinks}), **options})
     return plan.policy.occupancy(Batch(tuple(range(len(lengths))), tuple(lengths)), gen_len)
 
 

@@ -32,6 +32,7 @@ PLANES_OF_TWO = tl.constexpr(byte_layout.PLANES_OF_TWO)
 SCALE = tl.constexpr(byte_layout.SCALE)
 SCALE_AND_MINIMUM = tl.constexpr(byte_layout.SCALE_AND_MINIMUM)
 SECTIONS = tl.constexpr(byte_layout.SECTIONS)
+SIGNED_SIX_BITS = tl.constexpr(byte_layout.SIGNED_SIX_BITS)
 SIX_BITS = tl.constexpr(byte_layout.SIX_BITS)
 SIXTEENS = tl.constexpr(byte_layout.SIXTEENS)
 
@@ -206,6 +207,8 @@ def shared_by(block, scales, zeros, row, word, inputs, HALF: tl.constexpr, LAYOU
             zero = tl.load(zeros + at, mask=there, other=0).to(tl.float32)
     elif LAYOUT.shared == SIX_BITS:
         scale, minimum = _of_six_bits(place, own // 8, there, HALF, AT_ONCE)
+    elif LAYOUT.shared == SIGNED_SIX_BITS:
+        scale = _of_signed_six_bits(place, (own // 4).to(tl.uint32), there)
     elif LAYOUT.shared == SIXTEENS:
         code = tl.load((place + own // 16 * 8 + own % 16 // 4 + 4 * HALF).to(tl.pointer_type(tl.int8)), mask=there, other=0)
         scale = _half(_two_bytes(place + 16, there)) * code.to(tl.float32)
@@ -231,6 +234,15 @@ def _of_six_bits(place, chunk, there, HALF: tl.constexpr, AT_ONCE: tl.constexpr)
     scale = _half(both & 0xFFFF) * ((scales >> 8 * HALF) & 0xFF).to(tl.float32)
     minimum = _half(both >> 16) * ((minima >> 8 * HALF) & 0xFF).to(tl.float32)
     return scale, minimum * -1.0  # Triton's minus takes it from 0, which loses the sign of a zero
+
+
+@triton.jit
+def _of_signed_six_bits(place, group, there):
+    """The scale of 32 values: the upper 2 bits of a group lie before the lower 4."""
+    lower = _byte(place + 4 + group // 2, there) >> group % 2 * 4
+    upper = _two_bytes(place + 2, there) >> group * 2
+    code = ((lower & 15) | ((upper & 3) << 4)).to(tl.int32) - 32
+    return _half(_two_bytes(place, there)) * code.to(tl.float32)
 
 
 @triton.jit
