@@ -122,6 +122,24 @@ def test_every_script_that_measures_stands_in_the_table_of_questions() -> None:
     assert found.keys() - scripts == set(re.findall(r"`(\w+\.py)`", " ".join(files)))
 
 
+def lines_of_diffs(markdown: str) -> Iterator[tuple[str, str]]:
+    """The lines that diffs of a page add, each with its file. A shortened line is left out."""
+    for block in re.findall(r"^```diff\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
+        file = ""
+        for line in block.splitlines():
+            if line.startswith(("--- a/", "+++ b/")):
+                file = line[6:]
+            elif line.startswith("+") and "..." not in line:
+                yield file, line[1:].strip()
+
+
+def test_diffs_that_show_how_to_add_things_are_those_of_the_tree() -> None:
+    found = [*lines_of_diffs((ROOT / "docs" / "extending.md").read_text("utf-8"))]
+    assert len({file for file, _ in found}) > 10
+    known = {file: {line.strip() for line in (ROOT / file).read_text("utf-8").splitlines()} for file, _ in found}
+    assert [f"{file}: {line}" for file, line in found if line not in known[file]] == []
+
+
 def test_every_local_link_in_the_documents_leads_somewhere() -> None:
     documents = [path for path in FILES if path.suffix == ".md"]
     links = [(path, link) for path in documents for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text("utf-8"))]

@@ -25,9 +25,13 @@ SLOTS: dict[str, dict[str, Any]] = {
 }
 
 
-def occupancy_of(name: str, lengths: list[int], gen_len: int, **options: object) -> Occupancy:
+def slots_of(name: str) -> dict[str, Any]:
     sinks = {"sinks": 1} if POLICIES[name].usual_sinks else {}
-    plan = Plan.create(kv_policy=name, **{**SLOTS.get(name, {"heavy": 3, "recent": 3, **sinks}), **options})
+    return SLOTS.get(name, {"heavy": 3, "recent": 3, **sinks})
+
+
+def occupancy_of(name: str, lengths: list[int], gen_len: int, **options: object) -> Occupancy:
+    plan = Plan.create(kv_policy=name, **{**slots_of(name), **options})
     return plan.policy.occupancy(Batch(tuple(range(len(lengths))), tuple(lengths)), gen_len)
 
 
@@ -89,7 +93,7 @@ def test_full_holds_all_and_writes_the_slot_of_every_rows_newest_token(lengths: 
 
 
 def next_block(name: str, seen: int, length: int, gen_len: int, context: int = 200) -> Occupancy:
-    plan = Plan.create(kv_policy=name, **SLOTS.get(name, {"heavy": 3, "recent": 3}))
+    plan = Plan.create(kv_policy=name, **slots_of(name))
     return plan.policy.occupancy(Batch((0,), (length,), (seen,) if seen else (), context), gen_len)
 
 

@@ -40,7 +40,7 @@ ADJUSTING = [
     SamplingParams(logit_bias={2: 3.5, 3: -100.0, 7: 0.5}),
     SamplingParams(allowed_token_ids=(3, 7, 11, 19)),
     SamplingParams(min_tokens=4),
-    SamplingParams(no_repeat_ngram_size=1, logit_bias={3: 90.0}),
+    SamplingParams(no_repeat_ngram_size=1),
     SamplingParams(no_repeat_ngram_size=2, logit_bias={7: 90.0}),
     SamplingParams(repetition_penalty=0.5, presence_penalty=-1.0, frequency_penalty=0.6, logit_bias={7: 2.0}),
     SamplingParams(
