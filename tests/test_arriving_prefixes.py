@@ -140,7 +140,8 @@ def hold_contract(case: ArrivingCase, checkpoints: Checkpoints, offload: Path, r
         guests = guests_of(case, llm, room, at_once=at_once, every=every)
         assert len(guests.all_served(llm)) == len(case.prompts)
     assert sum(tokens > 0 for tokens in guests.shared.values()) >= 2, f"hardly anything was shared: {case}"
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", case.weight_codec, case.compute)
+    forms = case.weight_codec, case.compute, case.state_dtype
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", *forms)
     for place, arrival in enumerate(guests.come):
         tokens = guests.shared[place]
         if not tokens or case.plan.copies_prefixes or case.plan.policy.keeps_all:

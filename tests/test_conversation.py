@@ -58,7 +58,8 @@ def nothing_runs_on() -> Iterator[None]:
 def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Tokens and logits of every turn, bit for bit."""
     device = "cuda" if case.device == "cuda" else "cpu"
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
+    forms = case.weight_codec, case.compute, case.state_dtype
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, *forms)
     by_token = case.device != "cpu"
     how = (case.prefill_tokens, by_token, case.levels(model.spec), case.kv_codec)
     expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, *how)

@@ -110,7 +110,8 @@ def hold_contract(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> 
         assert llm.loaded._memories is not None and llm.loaded._memories.disk.meter.used_bytes == 0
     groups = case.groups
     assert sorted(groups.lengths)[1:] == [12, 19]
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", case.weight_codec, case.compute)
+    forms = case.weight_codec, case.compute, case.state_dtype
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", *forms)
     for place, completion in enumerate(completions):
         shared = groups.of(place)
         if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.attends_all)):

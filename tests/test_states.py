@@ -3,8 +3,8 @@ what is foreseen; a state that is another one's, or of another step, is found.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,11 +20,13 @@ from h2o_flexgen.core.site import HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.row_states import OpenStates, StateStore
-from h2o_flexgen.formats.kernel_table import EXACT, INT8
+from h2o_flexgen.engine.stores.states_in_memory import StatesInPassing
+from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model
+from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import BFLOAT16, STATE_DTYPES, Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.sampling.params import SamplingParams
@@ -43,6 +45,14 @@ from tests.planning.worlds import block_of
 KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short", "falcon-h1", "nemotron-h")
 ON_DISK, ON_HOST, MIXED, RESIDENT = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 50, 40, 30), (100, 0) * 3
 RAGGED, EQUAL, MANY = (5, 9, 2, 7, 4), (6, 6, 6, 6), (3, 11, 8, 1, 6, 2, 9, 5, 4, 7)
+WITHOUT_MATRICES = ("lfm2", "lfm2-short")  # rows have inputs of convolutions alone, which are not rounded
+
+
+def case_of(values: Mapping[str, Any]) -> Case:
+    """A case with states as they are asked for, where their kind has any that may be kept so."""
+    return Case(**values | ({"state_dtype": FLOAT32} if values["kind"] in WITHOUT_MATRICES else {}))
+
+
 CHOICES = {
     "kind": KINDS,
     "percent": (MIXED, ON_DISK, ON_HOST, RESIDENT),
@@ -56,6 +66,7 @@ CHOICES = {
     "prefill_tokens": (1024, 12, 3),
     ("weight_codec", "compute"): ((PLAIN, EXACT), ("group4", INT8)),
     "kv_codec": (PLAIN, "group4"),
+    "state_dtype": STATE_DTYPES,
 }
 
 
@@ -63,7 +74,7 @@ CHOICES = {
 def test_tokens_and_logits_equal_the_resident_loop(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    hold_contract(Case(**values), checkpoints, offload)
+    hold_contract(case_of(values), checkpoints, offload)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -97,14 +108,20 @@ def test_each_device_of_a_pipeline_keeps_the_states_of_its_layers(
     hold_contract(pipelines.on(2, **values), checkpoints, offload)
 
 
-MOVES = {"kind": KINDS[:2], "percent": (ON_DISK, MIXED), "schedule": ("zigzag", "flexgen_barrier", "row_by_row")}
+MOVES = {
+    "kind": KINDS[:2],
+    "percent": (ON_DISK, MIXED),
+    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "state_dtype": STATE_DTYPES,
+}
 
 
 @pytest.mark.parametrize("values", in_turn(MOVES))
 def test_a_run_moves_the_bytes_that_are_predicted(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    assert assert_moved_as_predicted(Case(lengths=RAGGED, num_gpu_batches=3, **values), checkpoints, offload)["read"] > 0
+    case = replace(case_of(values), lengths=RAGGED, num_gpu_batches=3)
+    assert assert_moved_as_predicted(case, checkpoints, offload)["read"] > 0
 
 
 RUNNING = {
@@ -115,6 +132,7 @@ RUNNING = {
     "schedule": ("zigzag", "flexgen_barrier"),
     "policy": (POLICIES[0], POLICIES[1]),
     "prefill_tokens": (1024, 12, 3),
+    "state_dtype": STATE_DTYPES,
 }
 
 
@@ -122,7 +140,7 @@ RUNNING = {
 def test_rows_that_come_and_go_say_what_they_say_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    stream.hold_contract(Case(lengths=stream.LENGTHS[:8], **values), stream.LITTLE_GROWTH, checkpoints, offload)
+    stream.hold_contract(replace(case_of(values), lengths=stream.LENGTHS[:8]), stream.LITTLE_GROWTH, checkpoints, offload)
 
 
 TALKS = {
@@ -130,6 +148,7 @@ TALKS = {
     "percent": (MIXED, ON_DISK, RESIDENT),
     "policy": (POLICIES[0], POLICIES[1]),
     "prefill_tokens": (1024, 4),
+    "state_dtype": STATE_DTYPES,
 }
 
 
@@ -137,7 +156,7 @@ TALKS = {
 def test_a_text_that_continues_keeps_its_states(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    talks.hold_contract(Case(**values), checkpoints, offload)
+    talks.hold_contract(case_of(values), checkpoints, offload)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -320,6 +339,56 @@ def test_what_is_held_on_each_tier_is_what_is_counted(checkpoints: Checkpoints, 
             assert planned.footprint.parts["host"]["state buffers"] > 0
     heads, inputs = 4 * 24 * 16 * 4, 3 * (2 * 2 * 24 + 4 * 16) * 4
     assert counted == [2 * 2 * -(-2 * (heads + inputs) // 4096) * 4096] * 2  # two layers, two batches, two rows
+
+
+def test_states_in_bf16_take_half_of_what_is_held_and_moved(checkpoints: Checkpoints, offload: Path) -> None:
+    """But for the inputs of convolutions, which stay what they are."""
+    found = []
+    for dtype in STATE_DTYPES:
+        with Case("qwen3-5", ON_DISK, EQUAL, state_dtype=dtype).open(checkpoints, offload) as llm:
+            planned = llm.planned(Workload(EQUAL, 3))
+            inputs, heads = (own.nbytes for own in llm.spec.layers[llm.spec.state_layers[0]].states)
+            states = planned.blocks.first.states
+            found.append((heads, inputs, planned.footprint.parts["disk"]["states"], next(iter(states.values())).row_bytes))
+    (whole, inputs, held, row), (half, same, less, smaller) = found
+    assert whole == 2 * half and inputs == same and row - smaller == half
+    assert 0 < held - less <= 8 * half + 4096 * 4
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "opt"])
+def test_rows_without_matrices_have_nothing_to_round(kind: str, checkpoints: Checkpoints, offload: Path) -> None:
+    said = one_line(lambda: Case(kind, state_dtype=BFLOAT16).open(checkpoints, offload))
+    assert "state_dtype 'bfloat16'" in said and "have none" in said
+    assert "state_dtype 'float16'" in one_line(lambda: Plan.create(state_dtype="float16"))
+
+
+def not_rounded() -> AbstractContextManager[object]:
+    """What a prompt leaves is not kept."""
+    return patch.object(StatesInPassing, "keep", lambda self: None)
+
+
+def rounded_in_pieces() -> AbstractContextManager[object]:
+    """Each piece of a prompt leaves its states rounded."""
+    usual = RowStates.passed
+
+    def rounded(self: RowStates, name: str, *given: Any) -> Any:
+        made = usual(self, name, *given)
+        if given[0][0].shape[1] > 1 and self.by_name[name].ndim == 4:
+            self.by_name[name].copy_(self.by_name[name].bfloat16())
+        return made
+
+    return patch.object(RowStates, "passed", rounded)
+
+
+@pytest.mark.parametrize("fault", [nullcontext, not_rounded, rounded_in_pieces])
+def test_states_are_rounded_behind_a_prompt_and_behind_each_step(
+    fault: Callable[[], AbstractContextManager[object]], checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("qwen3-5", ON_DISK, (14, 9, 12), 4, prefill_tokens=4, state_dtype=BFLOAT16)
+    for rows in case.batches():
+        checkpoints.resident_logits(case, rows)  # without the fault
+    with fault(), nullcontext() if fault is nullcontext else pytest.raises(AssertionError):
+        hold_contract(case, checkpoints, offload)
 
 
 @pytest.mark.parametrize("percent", [ON_DISK, RESIDENT])

@@ -19,8 +19,9 @@ from h2o_flexgen.engine import engine
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.states_in_memory import States
+from h2o_flexgen.formats.kernel_table import FLOAT32
 from h2o_flexgen.formats.table import PLAIN
-from h2o_flexgen.planning.plan import JUDGED, PINNED
+from h2o_flexgen.planning.plan import BFLOAT16, JUDGED, PINNED
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import POLICIES, Checkpoints
 from tests.helpers.pairwise import on_devices
@@ -36,7 +37,7 @@ __all__ = ["nothing_runs_on"]
 
 KINDS = ("qwen3-5", "lfm2", "bamba")
 CHOICES = {
-    "kind": KINDS,
+    ("kind", "state_dtype"): (("qwen3-5", FLOAT32), ("lfm2", FLOAT32), ("bamba", BFLOAT16)),
     "percent": (MIXES[3], MIXES[0], MIXES[2]),
     ("gpu_batch_size", "num_gpu_batches"): ((2, 3), (5, 1), (1, 2)),
     "schedule": ("zigzag", "flexgen_barrier"),
@@ -154,7 +155,7 @@ def one_token_late() -> AbstractContextManager[object]:
 
     def twice(model: Any, layer: Any, x: torch.Tensor, weights: Any, given: Any) -> torch.Tensor:
         made = usual(model, layer, x, weights, given)
-        if given.states and given.in_heads and x.ndim == 3 and x.shape[:1] == (1,) and x.shape[1] in (12, 19):
+        if given.states.by_name and given.in_heads and x.ndim == 3 and x.shape[:1] == (1,) and x.shape[1] in (12, 19):
             usual(model, layer, x[:, -1:].clone(), weights, replace(given, positions=given.positions[:, -1:]))
         return made
 

@@ -303,6 +303,7 @@ def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str
     group.option(PLAN["prefill_tokens"])
     for name in ("weight_codec", "kv_codec"):
         group.option(PLAN[name], is_open=True)
+    group.option(PLAN["state_dtype"])
     buffers = PLAN["buffers"]
     group.option(buffers, f"{buffers.text} (default: {buffers.default}; a search tries more)", is_open=True)
 

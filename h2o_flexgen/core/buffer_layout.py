@@ -350,8 +350,8 @@ class StateLayout:
 
 
 def states_of_one(spec: ModelSpec) -> tuple[StateLayout, ...]:
-    """The states of one row, in each layer in which rows have some."""
-    return tuple(StateLayout(1, spec.layers[layer].states) for layer in spec.state_layers)
+    """The states of one row behind a prompt, in each layer in which rows have some: nothing of them is rounded yet."""
+    return tuple(StateLayout(1, tuple(one.in_full for one in spec.layers[layer].states)) for layer in spec.state_layers)
 
 
 @dataclass(frozen=True)

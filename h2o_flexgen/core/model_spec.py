@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import ceil, inf, log1p, nextafter, prod
 from typing import Any, NamedTuple
 
 from h2o_flexgen.core.labels import Labels
-from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
-from h2o_flexgen.formats.kernel_table import EXACT, PRODUCT, PRODUCTS, rounds
+from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.formats.table import FORMATS, PLAIN, can_be_parted, matrix_format
 
 
@@ -127,15 +126,25 @@ class PromptHeads(NamedTuple):
 
 
 class StateTensor(NamedTuple):
-    """A part of the state that a row has in a layer: fp32, of one size whatever the length of its text. It is zero before the
-    first token, and every step reads and writes all of it."""
+    """A part of the state that a row has in a layer, of one size whatever the length of its text. It is zero before the first
+    token, and every step reads and writes all of it."""
 
     name: str
     shape: tuple[int, ...]
+    dtype: str = FLOAT32
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * FLOAT_BYTES
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def in_full(self) -> StateTensor:
+        """The same as prompts pass it, which lose nothing."""
+        return self._replace(dtype=FLOAT32)
+
+    def kept_as(self, dtype: str) -> StateTensor:
+        """The same as steps keep it. Inputs of a convolution are few, and stay what they are."""
+        return self._replace(dtype=dtype) if self.is_of_heads else self
 
     @property
     def is_of_heads(self) -> bool:
@@ -609,16 +618,27 @@ class ModelSpec:
         layers = tuple(layer.each_form(lambda one: replace(one, window=None)) for layer in self.layers)
         return replace(self, max_positions=self.seen_positions, layers=layers)
 
-    def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
-        """The same model with its weights and its KV in the formats of a plan, and its products as a plan has them."""
+    def written_as(self, weight_codec: str, kv_codec: str, compute: str, state_dtype: str = FLOAT32) -> ModelSpec:
+        """The same model with its weights, its KV and states of rows in the formats of a plan, and its products as a plan has
+        them."""
         if not self.can_keep(kv_codec):
             raise ValueError(
                 f"kv_codec {kv_codec!r} rounds keys, and those of {self.name} say by exact numbers where they stand (ALiBi); "
                 "leave it out (--compress-cache)"
             )
-        spec = self if weight_codec == PLAIN else self.packed(weight_codec)
+        spec = self if state_dtype == FLOAT32 else self._with_states_in(state_dtype)
+        spec = spec if weight_codec == PLAIN else spec.packed(weight_codec)
         spec.refuse_to_compute(compute)
         return replace(spec, kv_codec=kv_codec, product=PRODUCTS[compute])
+
+    def _with_states_in(self, dtype: str) -> ModelSpec:
+        if not any(state.is_of_heads for layer in self.unlike_layers for state in layer.states):
+            raise ValueError(
+                f"state_dtype {dtype!r} is for matrices that rows have from step to step, and rows of {self.name} have none; "
+                "leave it out (--state-dtype)"
+            )
+        kept = partial(_with_states_in, dtype)
+        return replace(self, layers=tuple(layer.each_form(kept) for layer in self.layers))
 
     def can_keep(self, kv_codec: str) -> bool:
         """Whether keys and values may be kept so. What says where a key stands must not be rounded."""
@@ -664,6 +684,10 @@ def _cut(layer: LayerSpec, halves: AttentionHalves, width: int) -> tuple[LayerSp
     steps = first(halves.before, halves.used_behind, width), then((halves.behind, *after), halves.used_behind)
     before, behind = (replace(step, in_prompts=whole) for step, whole in zip(steps, of_prompts))
     return before, behind
+
+
+def _with_states_in(dtype: str, layer: LayerSpec) -> LayerSpec:
+    return replace(layer, states=tuple(one.kept_as(dtype) for one in layer.states))
 
 
 def _with_tensors(layer: LayerSpec, is_kept: Callable[[str], bool]) -> LayerSpec:

@@ -39,7 +39,7 @@ from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateStore
 from h2o_flexgen.engine.stores.row_stores import KVLevels, RowStores
-from h2o_flexgen.engine.stores.states_in_memory import States, begin_behind
+from h2o_flexgen.engine.stores.states_in_memory import States, StatesInPassing, begin_behind
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept
@@ -50,6 +50,7 @@ from h2o_flexgen.memory.shortage import HostGuard, Shortage
 from h2o_flexgen.memory.threads import TakingTurns, refuse_forked
 from h2o_flexgen.models import base
 from h2o_flexgen.models.new_tokens import Attend
+from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
 from h2o_flexgen.planning.plan import Plan
@@ -67,22 +68,27 @@ WHOLE = slice(None)
 PROMPTS_WORTH_IT = 1024  # tokens: the working memory of fewer is not worth a walk through the allocator's free memory
 
 
+def _nothing_to_keep() -> None: ...
+
+
 class Kept(NamedTuple):
     """What a layer is handed of the rows that it computes: their KV, by the function that attends it, and their states."""
 
     attend: Attend | None
-    states: States
+    states: RowStates = base.NO_STATES
+    keep: Callable[[], None] = _nothing_to_keep  # called behind all tokens of a part
 
 
 class KeptOfRows(NamedTuple):
     """The same of a batch, part by part."""
 
     attend_of: AttendOf
-    states_of: Callable[[RowsPart], States]
+    states_of: Callable[[RowsPart], StatesInPassing]
 
     def part(self, part: RowsPart) -> Kept:
         """What a part is handed, once: its states begin then."""
-        return Kept(self.attend_of(part), self.states_of(part))
+        states = self.states_of(part)
+        return Kept(self.attend_of(part), RowStates(states.in_full, part.lengths if states.kept else None), states.keep)
 
 
 @dataclass(frozen=True)
@@ -641,7 +647,8 @@ class Engine:
                 cache.forget_replaced()
             attend = None if cache is None else partial(cache.attend, part.levels)
             overwrites = self._spec.layers[visit.layer].overwrites  # the states lie where nothing else needs them
-            made = self._computed(visit, part, hidden, Kept(attend, states.by_name), may_overwrite=overwrites, chosen=chosen)
+            given = Kept(attend, RowStates(states.by_name))
+            made = self._computed(visit, part, hidden, given, may_overwrite=overwrites, chosen=chosen)
             if cache is not None:
                 afterwards += cache.replacements(kept)
             return made
@@ -691,7 +698,9 @@ class Engine:
         overwrites = may_overwrite and layer.overwrites  # the plan counts no memory for other cases
         if len(rows.parts) == len(rows.parts[0].pieces) == 1:
             only = self._there(visit, rows.parts[0])
-            computed = self._computed(visit, only, hidden, kept_of.part(only), may_overwrite=may_overwrite)
+            of_part = kept_of.part(only)
+            computed = self._computed(visit, only, hidden, of_part, may_overwrite=may_overwrite)
+            of_part.keep()
             assert computed is hidden or not overwrites
             return computed
         out: Tensor | None = None
@@ -712,6 +721,7 @@ class Engine:
                     out = computed.new_empty(rows.tokens, computed.shape[-1]) if there is None else there
                 out[start : start + len(computed)] = computed
                 start += len(computed)
+            of_part.keep()
         if out is None:
             assert hidden is not None
             return hidden
@@ -737,8 +747,7 @@ class Engine:
         chosen = chosen or partial(self._weights_for(visit).wanted.chose, visit)
         positions = part.positions if piece == WHOLE else part.positions[:, piece]
         attend = kept_of.attend or base.nothing_to_attend
-        lengths = part.lengths if kept_of.states else None
-        given = base.Given(positions, attend, chosen, part.now.is_prefill, may_overwrite, kept_of.states, lengths)
+        given = base.Given(positions, attend, chosen, part.now.is_prefill, may_overwrite, kept_of.states)
         if hidden is None:
             x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
         else:
@@ -753,20 +762,22 @@ def _never(task: Task) -> bool:
     return False
 
 
-def _states_of(visit: Visit, opened: OpenStates, prefixes: PrefixStore, part: RowsPart) -> States:
+def _states_of(visit: Visit, opened: OpenStates, prefixes: PrefixStore, part: RowsPart) -> StatesInPassing:
     """The states that a part of a COMPUTE changes: those of its rows, or of the prefix that it computes. A text that begins in
     it has none, or those at the end of the prefix that it begins with."""
     if not opened.by_name:
-        return {}
+        return StatesInPassing({}, {})
     at_the_end_of = partial(prefixes.states, visit.layer)
     if part.prefix is None:
-        own: States = {name: one[part.rows] for name, one in opened.by_name.items()}
+        kept: States = {name: one[part.rows] for name, one in opened.by_name.items()}
+        if not part.now.is_prefill:
+            return StatesInPassing(kept, kept)
+        own = StatesInPassing.of(kept)
     else:
-        own = at_the_end_of(part.prefix)
-        for one in own.values():
+        own = StatesInPassing.of(at_the_end_of(part.prefix))
+        for one in own.in_full.values():
             one.zero_()
-    if part.now.is_prefill:
-        begin_behind(own, ((prefix.group, rows) for prefix, rows in part.now.groups), at_the_end_of)
+    begin_behind(own.in_full, ((prefix.group, rows) for prefix, rows in part.now.groups), at_the_end_of)
     return own
 
 

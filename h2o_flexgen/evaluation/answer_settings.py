@@ -88,7 +88,7 @@ WEIGHTS, TOKENIZER, DTYPE = "weights", "tokenizer", "dtype"
 ADAPTERS = "lora"  # those that requests ask for: what identifies each, by its name
 IN_LAST_BITS = ("device", "kernels", "torch")  # parts of a model's identity that numbers depend on in their last bits
 # what a plan has to say about the answers
-OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute", "prefix_policy", "least_prefix")
+OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute", "state_dtype", "prefix_policy", "least_prefix")
 
 
 def model_settings(llm: LLM) -> tuple[Settings, Settings]:

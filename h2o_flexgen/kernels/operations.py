@@ -626,7 +626,8 @@ def add_weighted(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counts
 
 # -- states of rows ------------------------------------------------------------------------------------------------------
 # Rows may be filled up behind their tokens: `lengths` (rows,), int64, says how many of each are real; None: all. A state is
-# changed in place, and is then that behind a row's last real token. Its rows may lie apart.
+# changed in place, and is then that behind a row's last real token; `is_trial`: it stays as it was. Its rows may lie apart. In
+# bfloat16 it is rounded behind each token.
 
 
 def gated_delta(
@@ -638,13 +639,14 @@ def gated_delta(
     state: Tensor,
     lengths: Tensor | None = None,
     is_tiled: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
     """The gated delta rule: q and k (rows, tokens, key heads, key width), which are made as long as one, and q then scaled; v
     (rows, tokens, heads, value width); decay, a logarithm, and beta (rows, tokens, heads); state (rows, heads, key width, value
-    width), fp32. A key head serves heads that follow each other, or `is_tiled`: those that are as far apart as there are key
+    width), fp32 or bfloat16. A key head serves heads that follow each other, or `is_tiled`: those as far apart as there are key
     heads. -> (rows, tokens, heads, value width)"""
     function = _required(GATED_DELTA, PLAIN, v, width=q.shape[-1])
-    out: Tensor = function(q, k, v, decay, beta, state, lengths, is_tiled)
+    out: Tensor = function(q, k, v, decay, beta, state, lengths, is_tiled, is_trial)
     return out
 
 
@@ -658,23 +660,31 @@ def selective_scan(
     state: Tensor,
     lengths: Tensor | None = None,
     are_logs: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
     """Mamba-2's scan: x (rows, tokens, heads, head width); steps (rows, tokens, heads), the sizes of steps; rates (heads,),
     below zero, or `are_logs`: the logarithms of what they are below zero; b and c (rows, tokens, groups, state width), of which
     each serves heads that follow each other; skip (heads,), how much of x itself is added; state (rows, heads, state width,
-    head width), fp32. -> like x"""
+    head width), fp32 or bfloat16. -> like x"""
     function = _required(SELECTIVE_SCAN, PLAIN, x, width=b.shape[-1])
-    out: Tensor = function(x, steps, rates, b, c, skip, state, lengths, are_logs)
+    out: Tensor = function(x, steps, rates, b, c, skip, state, lengths, are_logs, is_trial)
     return out
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, lengths: Tensor | None = None, is_activated: bool = True
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    is_activated: bool = True,
+    is_trial: bool = False,
 ) -> Tensor:
     """Each channel of x (rows, tokens, channels) becomes the sum of its last inputs, itself at last, times weight (channels,
     width) or (channels, 1, width), plus bias (channels,); `is_activated`: and silu of that. state (rows, width - 1, channels),
     fp32, has the inputs before those that come, the oldest first. -> like x"""
-    out: Tensor = _required(SHORT_CONVOLUTION, PLAIN, x, width=weight.shape[-1])(x, weight, bias, state, lengths, is_activated)
+    function = _required(SHORT_CONVOLUTION, PLAIN, x, width=weight.shape[-1])
+    out: Tensor = function(x, weight, bias, state, lengths, is_activated, is_trial)
     return out
 
 

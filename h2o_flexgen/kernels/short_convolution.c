@@ -14,7 +14,7 @@ typedef struct {
     char *out;              /* (rows, tokens, channels), one behind the other */
     const int64_t *lengths; /* (rows): of them, how many tokens are real; NULL: all */
     long rows, tokens, channels, width, x_row, x_token, state_row; /* the last three in bytes */
-    int kind, weight_kind, bias_kind, is_activated;
+    int kind, weight_kind, bias_kind, is_activated, is_trial; /* whether the state stays as it was */
 } convolution;
 
 #define AT_ONCE 512     /* channels of a part */
@@ -69,7 +69,7 @@ static ALWAYS_INLINE void convolve_row(const convolution *c, channels_room *room
             room->inputs[place] = room->inputs[place + 1];
         room->inputs[before] = oldest;
     }
-    for (long place = 0; place < before; place++)
+    for (long place = 0; place < before && !c->is_trial; place++)
         memcpy(state + 4 * place * c->channels, room->inputs[place], 4 * count);
     for (long at = tokens; at < c->tokens; at++, out += c->channels * size)
         memset(out, 0, count * size);

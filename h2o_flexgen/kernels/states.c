@@ -5,7 +5,10 @@
    A token passes the matrix once, and on the way the next token finds what stands under its key. Of a prompt, a few columns take one
    token after the other while they stay in the nearest cache: they depend on no other columns. So a prompt has the bits of its
    tokens one by one, whatever the pieces in which they come. In float32 a chunk of tokens in products of matrices would take as many
-   multiplications. */
+   multiplications.
+
+   A state may be kept in bfloat16. Each token works in float32, and what it leaves is rounded: so several tokens have the bits of
+   one by one there, too. Tokens on trial read a state and leave it as it was. */
 
 #include "sizes.h"
 #include "slots.h"
@@ -17,11 +20,12 @@ typedef struct {
     slots sizes, betas;  /* (rows, heads, tokens, 1): of steps, or how a token fades the state; and shares of the delta rule */
     of_heads rates;      /* a step of size 1 fades a state by their exponential */
     of_heads skips;      /* how much of its own values a token reads */
-    char *state;         /* (rows, heads, key width, value width), float32 */
+    char *state;         /* (rows, heads, key width, value width) */
     char *out;           /* (rows, tokens, heads, value width) */
     const int64_t *lengths; /* (rows): of them, how many tokens are real; NULL: all */
     long rows, tokens, heads, key_heads, key_width, value_width, state_row; /* the last one in bytes */
     int corrects, is_tiled, are_logs; /* whether there is a delta rule; see operations.py */
+    int state_kind, is_trial; /* FLOAT or BF16; whether the state stays as it was */
 } passing;
 
 #define KEY_EPS 1e-6f
@@ -74,8 +78,10 @@ static void read_token(const passing *p, long row, long head, long at, token *t)
 }
 
 /* What some columns have under a key. */
-static ALWAYS_INLINE void find(const char *state, const float *key, long keys, long stride, int registers, long count, float *found)
+static ALWAYS_INLINE void find(const char *state, const float *key, long keys, long stride, int registers, long count, int kind,
+                               float *found)
 {
+    const long register_bytes = itemsize_of(kind) * LANES;
     floats sums[MANY];
 #pragma GCC unroll 8
     for (int part = 0; part < registers; part++)
@@ -83,7 +89,7 @@ static ALWAYS_INLINE void find(const char *state, const float *key, long keys, l
     for (long at = 0; at < keys; at++, state += stride)
 #pragma GCC unroll 8
         for (int part = 0; part < registers; part++)
-            sums[part] += load_some(state + 4 * part * LANES, count, FLOAT) * key[at];
+            sums[part] += load_some(state + part * register_bytes, count, kind) * key[at];
 #pragma GCC unroll 8
     for (int part = 0; part < registers; part++)
         memcpy(found + part * LANES, &sums[part], sizeof sums[part]);
@@ -91,8 +97,9 @@ static ALWAYS_INLINE void find(const char *state, const float *key, long keys, l
 
 /* Fades some columns, adds under a key, reads under a query, and finds what the next key has. */
 static ALWAYS_INLINE void pass(char *state, const token *now, const float *next_key, long keys, long stride, int registers, long count,
-                               int corrects, const floats *added, floats *read, floats *found)
+                               int corrects, int kind, const floats *added, floats *read, floats *found)
 {
+    const long register_bytes = itemsize_of(kind) * LANES;
     const floats fading = all(now->fading);
     floats sums[FEW], next[FEW];
 #pragma GCC unroll 4
@@ -102,11 +109,12 @@ static ALWAYS_INLINE void pass(char *state, const token *now, const float *next_
         const floats key = all(now->k[at]), query = all(now->q[at]), next_one = all(next_key[at]);
 #pragma GCC unroll 4
         for (int part = 0; part < registers; part++) {
-            const floats value = load_some(state + 4 * part * LANES, count, FLOAT) * fading + key * added[part];
-            store_some(state + 4 * part * LANES, value, count, FLOAT);
+            char *place = state + part * register_bytes;
+            const floats value = load_some(place, count, kind) * fading + key * added[part];
+            store_some(place, value, count, kind);
             sums[part] += value * query;
             if (corrects)
-                next[part] += value * next_one;
+                next[part] += (kind == FLOAT ? value : load_some(place, count, kind)) * next_one;
         }
     }
 #pragma GCC unroll 4
@@ -122,19 +130,19 @@ static ALWAYS_INLINE void move_columns(char *to, long to_stride, const char *fro
 
 /* All tokens of a row pass some columns of a head, of which `first_found` has what the first token finds. */
 static ALWAYS_INLINE void pass_columns(const passing *p, long row, long head, long column, int registers, long count, int corrects,
-                                       token *both, char *room, long tokens, const float *first_found)
+                                       int kind, token *both, char *room, long tokens, const float *first_found)
 {
-    const int is_prompt = tokens > 1;
-    const long size = itemsize_of(p->v.kind), stride = 4 * p->value_width, nbytes = 4 * ((registers - 1) * LANES + count);
-    const long near_stride = is_prompt ? 4 * registers * LANES : stride;
+    const int is_apart = tokens > 1 || p->is_trial;
+    const long size = itemsize_of(p->v.kind), of_value = itemsize_of(kind), stride = of_value * p->value_width;
+    const long nbytes = of_value * ((registers - 1) * LANES + count), near_stride = is_apart ? of_value * registers * LANES : stride;
     const float skip = number_of_head(p->skips, head, 0.0f);
-    char *state = p->state + row * p->state_row + head * p->key_width * stride + 4 * column;
-    char *near = is_prompt ? room : state; /* rows of a matrix of 2^n columns would all want the same places of the cache */
+    char *state = p->state + row * p->state_row + head * p->key_width * stride + of_value * column;
+    char *near = is_apart ? room : state; /* rows of a matrix of 2^n columns would all want the same places of the cache */
     floats found[FEW], read[FEW], values[FEW], added[FEW];
 #pragma GCC unroll 4
     for (int part = 0; part < registers; part++)
         found[part] = LOAD(floats, first_found + part * LANES);
-    if (is_prompt) {
+    if (is_apart) {
         read_token(p, row, head, 0, &both[0]); /* other columns have had others there */
         move_columns(near, near_stride, state, stride, p->key_width, nbytes);
     }
@@ -148,27 +156,28 @@ static ALWAYS_INLINE void pass_columns(const passing *p, long row, long head, lo
             values[part] = load_some(from + part * LANES * size, count, p->v.kind);
             added[part] = corrects ? (values[part] - found[part] * now->fading) * now->share : values[part] * now->share;
         }
-        pass(near, now, next->k, p->key_width, near_stride, registers, count, corrects, added, read, found);
+        pass(near, now, next->k, p->key_width, near_stride, registers, count, corrects, kind, added, read, found);
         char *to = p->out + (((row * p->tokens + at) * p->heads + head) * p->value_width + column) * size;
 #pragma GCC unroll 4
         for (int part = 0; part < registers; part++)
             store_some(to + part * LANES * size, read[part] + values[part] * skip, count, p->v.kind);
     }
-    if (is_prompt)
+    if (is_apart && !p->is_trial)
         move_columns(state, stride, near, near_stride, p->key_width, nbytes);
 }
 
 /* Looks through so many registers of columns, and has the tokens pass a few of these at a time. */
 static ALWAYS_INLINE void pass_registers(const passing *p, long row, long head, long column, int registers, long count, int corrects,
-                                         token *both, char *room, long tokens)
+                                         int kind, token *both, char *room, long tokens)
 {
-    const long keys = p->key_width, stride = 4 * p->value_width;
+    const long keys = p->key_width, stride = itemsize_of(kind) * p->value_width;
+    const char *state = p->state + row * p->state_row + head * keys * stride + itemsize_of(kind) * column;
     const int few = registers < FEW ? registers : FEW;
     float found[MANY * LANES] = {0};
     if (corrects)
-        find(p->state + row * p->state_row + head * keys * stride + 4 * column, both[0].k, keys, stride, registers, count, found);
+        find(state, both[0].k, keys, stride, registers, count, kind, found);
     for (int part = 0; part < registers; part += few)
-        pass_columns(p, row, head, column + part * LANES, few, count, corrects, both, room, tokens, found + part * LANES);
+        pass_columns(p, row, head, column + part * LANES, few, count, corrects, kind, both, room, tokens, found + part * LANES);
 }
 
 /* What stands behind a row's last token is zeros. */
@@ -179,7 +188,7 @@ static void clear_rest(const passing *p, long row, long head, long tokens)
         memset(p->out + ((row * p->tokens + at) * p->heads + head) * nbytes, 0, nbytes);
 }
 
-static ALWAYS_INLINE void pass_head(const passing *p, long number, int corrects)
+static ALWAYS_INLINE void pass_head(const passing *p, long number, int corrects, int kind)
 {
     const long row = number / p->heads, head = number % p->heads, tokens = p->lengths ? p->lengths[row] : p->tokens;
     token both[2]; /* each in turn is the next one */
@@ -191,23 +200,27 @@ static ALWAYS_INLINE void pass_head(const passing *p, long number, int corrects)
         const long left = p->value_width - column;
         read_token(p, row, head, 0, &both[0]);
         if (left >= MANY * LANES) {
-            pass_registers(p, row, head, column, MANY, LANES, corrects, both, room, tokens);
+            pass_registers(p, row, head, column, MANY, LANES, corrects, kind, both, room, tokens);
             column += MANY * LANES;
         } else if (left >= FEW * LANES) {
-            pass_registers(p, row, head, column, FEW, LANES, corrects, both, room, tokens);
+            pass_registers(p, row, head, column, FEW, LANES, corrects, kind, both, room, tokens);
             column += FEW * LANES;
         } else {
-            pass_registers(p, row, head, column, 1, left < LANES ? left : LANES, corrects, both, room, tokens);
+            pass_registers(p, row, head, column, 1, left < LANES ? left : LANES, corrects, kind, both, room, tokens);
             column += LANES;
         }
     }
 }
 
-static void by_the_delta_rule(const void *p, long number, int member) { pass_head(p, number, 1); }
-static void by_steps(const void *p, long number, int member) { pass_head(p, number, 0); }
+static void by_the_delta_rule(const void *p, long number, int member) { pass_head(p, number, 1, FLOAT); }
+static void by_steps(const void *p, long number, int member) { pass_head(p, number, 0, FLOAT); }
+static void by_the_delta_rule_in_bf16(const void *p, long number, int member) { pass_head(p, number, 1, BF16); }
+static void by_steps_in_bf16(const void *p, long number, int member) { pass_head(p, number, 0, BF16); }
 
 void pass_states(const void *given, int threads)
 {
     const passing *p = given;
-    share_out(given, p->rows * p->heads, threads, p->corrects ? by_the_delta_rule : by_steps);
+    part_action *const in_float = p->corrects ? by_the_delta_rule : by_steps;
+    part_action *const in_bf16 = p->corrects ? by_the_delta_rule_in_bf16 : by_steps_in_bf16;
+    share_out(given, p->rows * p->heads, threads, p->state_kind == BF16 ? in_bf16 : in_float);
 }

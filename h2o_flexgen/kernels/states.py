@@ -9,6 +9,9 @@ that behind the last one. States are changed in place. Rows of them may lie apar
 In C tokens pass a state one by one, so that a prompt has the bits of its tokens, in whatever pieces it comes. What becomes of a
 row depends on nothing but the row. Torch takes the tokens of a prompt chunk by chunk, with products of matrices.
 
+A state may be kept in bfloat16, which takes half the memory and half the traffic. A token then works in fp32, and what it
+leaves is rounded. So tokens of one call are taken one by one, in torch too. Tokens on trial leave a state as it was.
+
 Around states stand the sizes of their steps, and norms with a gate. These are computed in fp32 up to the outcome.
 """
 
@@ -28,6 +31,7 @@ from h2o_flexgen.kernels.native import KINDS, NO_KIND, ValuePlaces, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.row_functions import in_rows
 
+KEPT_IN = torch.float32, torch.bfloat16  # the types of a state
 KEY_EPS = 1e-6  # is added to the square of a key's length, and of a query's
 
 
@@ -43,10 +47,11 @@ def gated_delta(
     state: Tensor,
     lengths: Tensor | None = None,
     is_tiled: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
     q, k, v, out = *map(with_neighbours, (q, k, v)), torch.empty(v.shape, dtype=v.dtype)
     of_tokens = *map(_by_heads, (q, k, v)), _of_each(decay), _of_each(beta), HeadNumbers.of(None), HeadNumbers.of(None)
-    _pass_states(v, q, state, _Passing(*of_tokens, corrects=True, is_tiled=is_tiled), out, lengths)
+    _pass_states(v, q, state, _Passing(*of_tokens, corrects=True, is_tiled=is_tiled, is_trial=is_trial), out, lengths)
     return out
 
 
@@ -59,9 +64,11 @@ def gated_delta_twin(
     state: Tensor,
     lengths: Tensor | None = None,
     is_tiled: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
     heads, scale, out = v.shape[2], q.shape[-1] ** -0.5, torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    for part in _chunks(v):
+    state = state.clone() if is_trial else state
+    for part in _chunks(v, state):
         there = _there(v, part, lengths)
         queries, keys = (_of_length_one(_by_head(each[:, part], heads, is_tiled)) for each in (q, k))
         fading, shares = (_only(each[:, part], there) for each in (decay, beta))
@@ -83,10 +90,11 @@ def selective_scan(
     state: Tensor,
     lengths: Tensor | None = None,
     are_logs: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
     x, b, c, out = *map(with_neighbours, (x, b, c)), torch.empty(x.shape, dtype=x.dtype)
     of_tokens = *map(_by_heads, (c, b, x)), _of_each(steps), ValuePlaces(), HeadNumbers.of(rates), HeadNumbers.of(skip)
-    _pass_states(x, b, state, _Passing(*of_tokens, are_logs=are_logs), out, lengths)
+    _pass_states(x, b, state, _Passing(*of_tokens, are_logs=are_logs, is_trial=is_trial), out, lengths)
     return out
 
 
@@ -100,10 +108,12 @@ def selective_scan_twin(
     state: Tensor,
     lengths: Tensor | None = None,
     are_logs: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
     heads, out = x.shape[2], torch.empty(x.shape, dtype=x.dtype, device=x.device)
     of_size_one = (-rates.float().exp() if are_logs else rates.float())[:, None]
-    for part in _chunks(x):
+    state = state.clone() if is_trial else state
+    for part in _chunks(x, state):
         sizes, wide = _only(steps[:, part], _there(x, part, lengths)), _by_head(x[:, part], heads)
         q, k = (_by_head(each[:, part], heads) for each in (c, b))
         read = _passed(_Tokens(q, k, wide * sizes[..., None], sizes * of_size_one), state)
@@ -118,6 +128,7 @@ def _pass_states(values: Tensor, keys: Tensor, state: Tensor, given: _Passing, o
     (rows, tokens, heads, width), (key_heads, key_width) = values.shape, keys.shape[2:]
     assert state.shape == (rows, heads, key_width, width) and heads % key_heads == 0
     given.state, given.state_row = state_places(state)
+    given.state_kind = KINDS[state.dtype]
     given.out, given.lengths = pointer(out), lengths_place(lengths)
     given.rows, given.tokens, given.heads, given.key_heads = rows, tokens, heads, key_heads
     given.key_width, given.value_width = key_width, width
@@ -135,7 +146,7 @@ def _of_each(x: Tensor) -> ValuePlaces:
 
 def state_places(state: Tensor) -> tuple[int, int]:
     """The address of a state that is written, and the bytes from one row to the next."""
-    assert state.dtype == torch.float32 and (not len(state) or state[0].is_contiguous())
+    assert state.dtype in KEPT_IN and (not len(state) or state[0].is_contiguous())
     return address_of(state, writes=True), state.stride(0) * state.itemsize
 
 
@@ -165,7 +176,7 @@ class _Passing(ctypes.Structure):
         *((name, HeadNumbers) for name in ("rates", "skips")),
         *((name, ctypes.c_void_p) for name in ("state", "out", "lengths")),
         *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "key_width", "value_width", "state_row")),
-        *((name, ctypes.c_int) for name in ("corrects", "is_tiled", "are_logs")),
+        *((name, ctypes.c_int) for name in ("corrects", "is_tiled", "are_logs", "state_kind", "is_trial")),
     )
 
 
@@ -179,8 +190,10 @@ class _Tokens(NamedTuple):
     beta: Tensor | None = None  # how much of what is not found is added; None: all of it is added, whatever is found
 
 
-def _chunks(x: Tensor) -> Iterator[slice]:
-    return (slice(first, first + STATE_CHUNK) for first in range(0, x.shape[1], STATE_CHUNK))
+def _chunks(x: Tensor, state: Tensor) -> Iterator[slice]:
+    """The tokens that pass a state together: one, where what each leaves is rounded."""
+    together = STATE_CHUNK if state.dtype == torch.float32 else 1
+    return (slice(first, first + together) for first in range(0, x.shape[1], together))
 
 
 def _by_head(x: Tensor, heads: int, is_tiled: bool = False) -> Tensor:
@@ -209,7 +222,11 @@ def _only(x: Tensor, there: Tensor | None) -> Tensor:
 
 def _passed(tokens: _Tokens, state: Tensor) -> Tensor:
     """What tokens read: (rows, heads, tokens, value width)."""
-    return _step(tokens, state) if tokens.q.shape[2] == 1 else _chunk(tokens, state)
+    wide = state.float()  # itself, if it is as wide
+    read = _step(tokens, wide) if tokens.q.shape[2] == 1 else _chunk(tokens, wide)
+    if wide is not state:
+        state.copy_(wide)
+    return read
 
 
 def _step(tokens: _Tokens, state: Tensor) -> Tensor:

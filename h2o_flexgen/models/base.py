@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from h2o_flexgen.kernels.adapted_matrix import AdaptedMatrix
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.models.config_values import Bounds, Config
 from h2o_flexgen.models.new_tokens import Attend, NewTokens
+from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.models.whole_configs import Usual
 
 
@@ -38,6 +39,9 @@ def nothing_to_attend(tokens: NewTokens) -> Tensor:
     raise AssertionError("a layer that has no KV attends to nothing")
 
 
+NO_STATES = RowStates()
+
+
 def _nothing_listens(experts: Tensor) -> None: ...
 
 
@@ -50,8 +54,7 @@ class Given:
     chosen: Callable[[Tensor], None] = _nothing_listens  # told of the experts (..., chosen) that tokens are given to
     in_heads: bool = False  # `attend` may be handed queries of heads (`NewTokens.in_heads`), and then hands on what is as wide
     may_overwrite: bool = False  # the hidden states are not used elsewhere: a function may change them and hand them on
-    states: Mapping[str, Tensor] = field(default_factory=dict)  # of the rows, by name: the function changes them in place
-    lengths: Tensor | None = None  # (rows,): tokens of each row that are no pads, where rows have states; None: all
+    states: RowStates = NO_STATES  # of the rows, where they have some in the layer
 
 
 class Model(Protocol):

@@ -25,7 +25,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.core.model_spec import LayerSpec, StateTensor
-from h2o_flexgen.kernels.operations import gated_identity, short_convolution
+from h2o_flexgen.kernels.operations import gated_identity
 from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
@@ -112,7 +112,7 @@ class Convolutions(Decoder):
         before, behind, x = tensor_ops.linear(x, weights, "conv.in_proj").chunk(3, dim=-1)
         kernel, bias = tensor_ops.needed(weights, KERNEL), tensor_ops.plain(weights, "conv.conv.bias")
         opened = gated_identity(before.contiguous(), x.contiguous())
-        mixed = short_convolution(opened, kernel, bias, given.states[INPUTS], given.lengths, is_activated=False)
+        mixed = given.states.convolve(INPUTS, opened, kernel, bias, is_activated=False)
         out = gated_identity(mixed, behind.contiguous())
         return self.added(tensor_ops.linear(out, weights, "conv.out_proj"), hidden)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.stored_architecture import Said, weights
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, StateTensor
-from h2o_flexgen.kernels.operations import gated_norm, selective_scan, short_convolution, step_sizes
+from h2o_flexgen.kernels.operations import gated_norm, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Flag, Whole
@@ -191,13 +191,13 @@ class Mamba(Decoder):
         own, needed = self._scan, tensor_ops.needed
         gate, convolved, step = self.asked_of_scan(x, weights)
         kernel, bias = needed(weights, KERNEL), tensor_ops.plain(weights, f"{NAME}.conv1d.bias")
-        mixed = short_convolution(convolved, kernel, bias, given.states[INPUTS], given.lengths)
+        mixed = given.states.convolve(INPUTS, convolved, kernel, bias)
         x, b, c = mixed.split((own.inner, own.shared, own.shared), dim=-1)
         b, c = b.unflatten(-1, (own.groups, -1)), c.unflatten(-1, (own.groups, -1))
         steps = step_sizes(step.contiguous(), needed(weights, f"{NAME}.dt_bias"))
         rates, skip = needed(weights, f"{NAME}.A_log"), needed(weights, f"{NAME}.D")
-        x, matrix, are_logs = x.unflatten(-1, (own.heads, -1)), given.states[MATRIX], self._rates_are_logs
-        out = selective_scan(x, steps, rates, b, c, skip, matrix, given.lengths, are_logs).flatten(-2)
+        x = x.unflatten(-1, (own.heads, -1))
+        out = given.states.scan(MATRIX, x, steps, rates, b, c, skip, self._rates_are_logs).flatten(-2)
         return tensor_ops.linear(self.gated_outcome(out, gate, weights), weights, f"{NAME}.out_proj")
 
     def asked_of_scan(self, x: Tensor, weights: Weights) -> AskedOfScan:

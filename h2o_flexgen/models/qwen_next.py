@@ -23,7 +23,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, StateTensor
-from h2o_flexgen.kernels.operations import gated_delta, gated_norm, gated_sigmoid, short_convolution, step_sizes
+from h2o_flexgen.kernels.operations import gated_norm, gated_sigmoid, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Whole, refuse_short
@@ -226,13 +226,13 @@ class DeltaNet(Decoder):
         own, needed = self._delta, tensor_ops.needed
         x = self.normed(hidden, weights, self._traits.norms.before_attention)
         qkv, gate, beta, step = self.asked_of_states(x, weights)
-        mixed = short_convolution(qkv, needed(weights, KERNEL), None, given.states[CONVOLVED], given.lengths)
+        mixed = given.states.convolve(CONVOLVED, qkv, needed(weights, KERNEL))
         q, k, v = mixed.split((own.keys, own.keys, own.values), dim=-1)
         q, k = q.unflatten(-1, (own.key_heads, -1)), k.unflatten(-1, (own.key_heads, -1))
         rates, of_step = needed(weights, f"{NAME}.A_log"), needed(weights, f"{NAME}.dt_bias")
         decay = step_sizes(step, of_step, rates, are_logs=self._rates_are_logs)
         v = v.unflatten(-1, (own.heads, -1))
-        out = gated_delta(q, k, v, decay, gated_sigmoid(beta), given.states[MATRIX], given.lengths, self._is_tiled)
+        out = given.states.correct(MATRIX, q, k, v, decay, gated_sigmoid(beta), self._is_tiled)
         out = gated_norm(out, gate.unflatten(-1, (own.heads, -1)), needed(weights, f"{NAME}.norm.weight"), self._eps)
         return self.added(tensor_ops.linear(out.flatten(-2), weights, f"{NAME}.out_proj"), hidden)
 

@@ -15,7 +15,7 @@ from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, PROMPTS, TOKENS, check_num_prompts
-from h2o_flexgen.formats.kernel_table import EXACT, INT8, PRODUCTS, TORCH
+from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8, PRODUCTS, TORCH
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.full import Full
@@ -57,6 +57,7 @@ class Shares:
 ALL_DEVICE = Shares(1.0, 0.0)
 ON, OFF = "on", "off"
 GRAPHS = (AUTO, ON, OFF)
+STATE_DTYPES = FLOAT32, BFLOAT16 = FLOAT32, "bfloat16"
 DRAFTS = OFF, NGRAM = OFF, "ngram"  # which tokens are tried that may come next
 PINNED, JUDGED = PREFIX_POLICIES = "pinned", "judged"  # what becomes of prefixes that rows share
 SHARE_NAMES = ("weights", "KV", "activations")
@@ -160,6 +161,13 @@ class Plan:
         "keys and values take 4 bits (or 8), head by head (default: as they are)",
         flags=("--compress-cache",),
         bare=FOUR_BITS,
+    )
+    state_dtype: str = option(
+        FLOAT32,
+        Choice(STATE_DTYPES),
+        "",
+        f"of hybrid models, what the states of rows are kept in; {BFLOAT16}: half the memory and half the bytes that move, and "
+        "each decode step rounds them; prompts are read without",
     )
     compute: str = option(  # a model without packed weights refuses INT8
         EXACT,

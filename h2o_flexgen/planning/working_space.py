@@ -279,13 +279,17 @@ def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
 
 def _states_bytes(spec: ModelSpec, site: Site, rows: int, tokens: int) -> int:
     """Bytes for torch to take tokens of rows through states: one more of each state, and what a chunk of tokens brings to each
-    head, in fp32. A kernel works in place."""
+    head, in fp32. A kernel works in place. Prompts pass states in fp32, and steps in torch, however they are kept."""
     chunk, of_row = min(tokens, STATE_CHUNK), [0]
-    matrices = {state.shape for layer in spec.unlike_layers for state in layer.states if state.is_of_heads}
-    for heads, key_width, value_width in matrices:
+    matrices = {state for layer in spec.unlike_layers for state in layer.states if state.is_of_heads}
+    for state in matrices:
+        heads, key_width, value_width = state.shape
+        in_full = 0 if state == state.in_full else state.in_full.nbytes
         if not all(site.has_kernel(op, spec.dtype, width=key_width) for op in (GATED_DELTA, SELECTIVE_SCAN)):
             brought = BROUGHT * (key_width + 2 * value_width + chunk)
-            of_row.append(heads * FLOAT_BYTES * (key_width * value_width + chunk * brought))
+            of_row.append(in_full + heads * FLOAT_BYTES * (key_width * value_width + chunk * brought))
+        elif tokens > 1:
+            of_row.append(in_full)
     return rows * max(of_row)
 
 

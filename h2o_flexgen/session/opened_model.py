@@ -44,7 +44,7 @@ class OpenedModel:
     folder: Path | None  # None: weights are random, and no file of them is read
     checkpoint: Checkpoint | None
     adapters: Adapters = NO_ADAPTERS  # that are merged into it
-    _specs: dict[tuple[bool, str, str, str, str, bool], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
+    _specs: dict[tuple[object, ...], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -98,7 +98,8 @@ class OpenedModel:
         return _method(self.config)
 
     def spec(self, plan: Plan) -> ModelSpec:
-        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute, plan.attend_on, plan.policy.keeps_all
+        forms = plan.weight_codec, plan.kv_codec, plan.compute, plan.state_dtype
+        kind = plan.sep_layer, plan.attend_on, plan.policy.keeps_all, forms
         if kind not in self._specs:
             self._specs[kind] = self.model(plan).spec
         return self._specs[kind]
@@ -117,7 +118,7 @@ class OpenedModel:
             _refuse_tables(model.spec, self.checkpoint)
         elif quantisation := _quantisation(self.config):
             model.spec = _in_random_forms(model.spec, quantisation)
-        model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
+        model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute, plan.state_dtype)
         return model
 
     def _as_stored(self, tensor: TensorSpec) -> TensorSpec:

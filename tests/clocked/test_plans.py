@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.site import DEVICE, HOST
-from h2o_flexgen.formats.kernel_table import EXACT
+from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32
 from h2o_flexgen.formats.table import PLAIN
-from h2o_flexgen.planning.plan import JUDGED, PINNED
+from h2o_flexgen.planning.plan import BFLOAT16, JUDGED, PINNED
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import STORE, Op
 from tests import test_arriving_prefixes as arriving
@@ -56,7 +56,7 @@ def test_blocks(values: dict[str, Any], by_twins: Checkpoints, offload: Path, ch
 
 
 WITH_STATES = {
-    "kind": ("lfm2", "qwen3-5"),
+    ("kind", "state_dtype"): (("lfm2", FLOAT32), ("qwen3-5", FLOAT32), ("qwen3-5", BFLOAT16)),
     "percent": (MIXES[3], *MIXES[1:3]),
     "num_gpu_batches": (2, 1),
     "buffers": (2, 1),

@@ -176,6 +176,7 @@ class Case:
     prefill_tokens: int = Plan.prefill_tokens
     weight_codec: str = PLAIN
     kv_codec: str = PLAIN
+    state_dtype: str = Plan.state_dtype
     compute: str = EXACT
     attend_on: str = DEVICE
     held: tuple[str, ...] = ()  # what rows are held to in turn, an empty one to nothing
@@ -199,7 +200,7 @@ class Case:
     @property
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "buffers", "sep_layer", "schedule", "prefill_tokens")
-        names += ("weight_codec", "kv_codec", "compute", "attend_on")
+        names += ("weight_codec", "kv_codec", "state_dtype", "compute", "attend_on")
         return {name: getattr(self, name) for name in names} | {"graphs": "auto", **self.policy_options}
 
     @property
@@ -384,13 +385,20 @@ class Checkpoints:
         return generated.sequences[0, prompt.shape[1] :].tolist(), torch.cat(generated.logits)
 
     def model(
-        self, kind: str, stored: str, dtype: str, device: str = "cpu", format: str = PLAIN, compute: str | None = None
+        self,
+        kind: str,
+        stored: str,
+        dtype: str,
+        device: str = "cpu",
+        format: str = PLAIN,
+        compute: str | None = None,
+        state_dtype: str = Plan.state_dtype,
     ) -> tuple[Model, list[Weights]]:
         """The model's weights. A codec's weights are computed with as decoded; where it is said how to `compute`, they are
         matrices in its bytes, except a table that rows are looked up in; and plain ones beside rounded products are steady."""
-        key = kind, stored, dtype, device, format, compute or EXACT
+        key = kind, stored, dtype, device, format, compute or EXACT, state_dtype
         if key not in self.read:
-            plan = Plan(weight_codec=format, compute=compute or EXACT)
+            plan = Plan(weight_codec=format, compute=compute or EXACT, state_dtype=state_dtype)
             self.read[key] = Read.of(self.opened(kind, stored, dtype), plan, device)
         read = self.read[key]
         weights = [dict(own) for own in read.weights]
@@ -422,13 +430,15 @@ class Checkpoints:
             case.prefill_tokens,
             case.weight_codec,
             case.kv_codec,
+            case.state_dtype,
             case.compute,
             beside,
             case.held and tuple(pattern_of(case.held, row) for row in rows),
             *map(tuple, prompts),
         )
         if key not in self.resident:
-            model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
+            forms = case.weight_codec, case.compute, case.state_dtype
+            model, weights = self.model(case.kind, case.stored, case.dtype, device, *forms)
             made = resident_generate(
                 model,
                 weights,

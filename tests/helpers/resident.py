@@ -28,6 +28,7 @@ from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits, nothing_to_attend
 from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level, levels_of
@@ -87,6 +88,7 @@ def resident_generate(
         _last_of_prompts(model, weights, caches, states, levels, part, prompts, steps, capacities, device, prefill_tokens)
         for part in batch.parts(prefill_tokens)
     ]
+    states = _kept(model, states)
     attended = caches | {layer: caches[layer].beside() for number, layer in enumerate(model.spec.kv_layers) if number in beside}
     made = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
@@ -227,7 +229,9 @@ def resident_talk(
                 within = None if step else _echoes_within(model, levels)
                 now = _now([occupancy.at(step) for occupancy in each], capacities, device, within=within)
                 tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
+                states = states if step else _in_full(states)
                 hidden = _through_layers(model, weights, caches, now, tokens, chunk, states)
+                states = states if step else _kept(model, states)
                 if not new:
                     made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
                     piece = [int(made[-1].argmax())]
@@ -272,6 +276,7 @@ def resident_behind(
         now = _now(slots, capacities, device, () if step and copies else (prefix,), within)
         tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
         hidden = _through_layers(model, weights, caches, now, tokens, states=states)
+        states = states if step else _kept(model, states)
         made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
         piece = [int(made[-1].argmax())]
     return made
@@ -294,9 +299,8 @@ def _through_layers(
     for layer, spec in enumerate(model.spec.layers[:-1]):
         attend = partial(caches[layer].attend, now) if spec.has_kv else nothing_to_attend
         own_states = {} if states is None else states.get(layer, {})
-        usual = partial(
-            Given, attend=attend, in_heads=now[0].is_prefill, states=own_states, lengths=real if own_states else None
-        )
+        of_rows = RowStates(own_states, real if own_states else None)
+        usual = partial(Given, attend=attend, in_heads=now[0].is_prefill, states=of_rows)
         given = (usual(now[0].text_positions[:, piece]) for piece in pieces)
         each = [computed(model, spec, hidden[:, piece], weights[layer], own) for piece, own in zip(pieces, given)]
         hidden = torch.cat(each, dim=1)
@@ -356,6 +360,16 @@ def _states(model: Model, rows: int, device: torch.device) -> States:
     """The states of rows, each tensor by itself."""
     layers = ((layer, model.spec.layers[layer].states) for layer in model.spec.state_layers)
     return {layer: {one.name: torch.zeros(rows, *one.shape, device=device) for one in own} for layer, own in layers}
+
+
+def _kept(model: Model, states: States) -> States:
+    """States as they are kept behind a prompt, which passes them in fp32."""
+    layers = ((layer, model.spec.layers[layer].states) for layer in model.spec.state_layers)
+    return {layer: {one.name: states[layer][one.name].to(getattr(torch, one.dtype)) for one in own} for layer, own in layers}
+
+
+def _in_full(states: States) -> States:
+    return {layer: {name: one.float() for name, one in own.items()} for layer, own in states.items()}
 
 
 def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, Judge]:

@@ -16,12 +16,15 @@ CPU = torch.device("cpu")
 LAST_BITS = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-6}
 
 
+Passed = Callable[[Sequence[Tensor], Tensor, "Tensor | None", bool], Tensor]  # tokens, state, lengths, whether it is a trial
+
+
 @dataclass(frozen=True)
 class Case:
     """One call, as `function(tokens, state, lengths)`."""
 
-    function: Callable[[Sequence[Tensor], Tensor, Tensor | None], Tensor]
-    twin: Callable[[Sequence[Tensor], Tensor, Tensor | None], Tensor]
+    function: Passed
+    twin: Passed
     tokens: Sequence[Tensor]  # (rows, tokens, ...) each
     state: Tensor
     of_heads: Sequence[Tensor] = ()  # rates, and skips where there are; weights of a convolution, and biases
@@ -45,11 +48,16 @@ class Case:
         filled = [torch.where(there.view(*there.shape, *[1] * (each.dim() - 2)), each, value) for each in self.tokens]
         return replace(self.again(), tokens=filled)
 
-    def __call__(self, lengths: Tensor | None = None) -> Tensor:
-        return self.function(self.tokens, self.state, lengths)
+    @property
+    def in_bf16(self) -> Case:
+        """The same with a state of its own that is kept in bfloat16."""
+        return replace(self, state=self.state.bfloat16())
 
-    def by_twin(self, lengths: Tensor | None = None) -> Tensor:
-        return self.twin(self.tokens, self.state, lengths)
+    def __call__(self, lengths: Tensor | None = None, is_trial: bool = False) -> Tensor:
+        return self.function(self.tokens, self.state, lengths, is_trial)
+
+    def by_twin(self, lengths: Tensor | None = None, is_trial: bool = False) -> Tensor:
+        return self.twin(self.tokens, self.state, lengths, is_trial)
 
 
 def delta_case(
@@ -71,8 +79,8 @@ def delta_case(
     beta = torch.rand(rows, tokens, heads[1], generator=draw).to(device, dtype)
     state = torch.randn(rows, heads[1], *widths, generator=draw).to(device)
 
-    def by(function: Callable[..., Tensor]) -> Callable[[Sequence[Tensor], Tensor, Tensor | None], Tensor]:
-        return lambda tokens, state, lengths: function(*tokens, state, lengths, is_tiled)
+    def by(function: Callable[..., Tensor]) -> Passed:
+        return lambda tokens, state, lengths, is_trial: function(*tokens, state, lengths, is_tiled, is_trial)
 
     return Case(by(operations.gated_delta), by(gated_delta_twin), [*of_heads, decay, beta], state)
 
@@ -97,10 +105,10 @@ def scan_case(
     skip = torch.randn(heads[1], generator=draw).to(device, dtype) if skips else None
     state = torch.randn(rows, heads[1], *widths, generator=draw).to(device)
 
-    def by(function: Callable[..., Tensor]) -> Callable[[Sequence[Tensor], Tensor, Tensor | None], Tensor]:
-        def passed(tokens: Sequence[Tensor], state: Tensor, lengths: Tensor | None) -> Tensor:
+    def by(function: Callable[..., Tensor]) -> Passed:
+        def passed(tokens: Sequence[Tensor], state: Tensor, lengths: Tensor | None, is_trial: bool) -> Tensor:
             x, steps, b, c = tokens
-            return function(x, steps, given, b, c, skip, state, lengths, are_logs)
+            return function(x, steps, given, b, c, skip, state, lengths, are_logs, is_trial)
 
         return passed
 
@@ -124,8 +132,10 @@ def convolution_case(
     bias = torch.randn(channels, generator=draw).to(device, dtype) if has_bias else None
     state = torch.randn(rows, width - 1, channels, generator=draw).to(device)
 
-    def by(function: Callable[..., Tensor]) -> Callable[[Sequence[Tensor], Tensor, Tensor | None], Tensor]:
-        return lambda tokens, state, lengths: function(tokens[0], weight, bias, state, lengths, is_activated)
+    def by(function: Callable[..., Tensor]) -> Passed:
+        return lambda tokens, state, lengths, is_trial: function(
+            tokens[0], weight, bias, state, lengths, is_activated, is_trial
+        )
 
     weights = [weight] if bias is None else [weight, bias]
     return Case(by(operations.short_convolution), by(short_convolution_twin), [x], state, weights)

@@ -4,7 +4,8 @@ on nothing else, and a prompt has the bits of its tokens one by one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK, shared
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.recording import CallRecording
 from h2o_flexgen.kernels.working_room import WorkingRoom
 from tests.helpers.all_of import all_of
@@ -111,7 +113,7 @@ def test_tiled_heads_are_served_in_turn() -> None:
     tiled, grouped = delta_case(2, 5, is_tiled=True), delta_case(2, 5)
     order = torch.tensor([0, 2, 1, 3])
     q, k, *of_heads = tiled.tokens
-    expected = grouped.twin([q, k, *(each[:, :, order] for each in of_heads)], grouped.state[:, order], None)
+    expected = grouped.twin([q, k, *(each[:, :, order] for each in of_heads)], grouped.state[:, order], None, False)
     near(tiled.by_twin()[:, :, order], expected)
 
 
@@ -195,6 +197,44 @@ def test_a_row_has_the_same_bits_in_any_company_and_ends_with_its_last_token(var
             assert torch.equal(filled.state[row : row + 1], own.state)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"made": (delta_case, scan_case), "tokens": (1, 5), "dtype": (torch.float32, torch.bfloat16)})
+def test_a_state_in_bf16_is_rounded_behind_each_token(variant: str, made: MadeCase, tokens: int, dtype: torch.dtype) -> None:
+    """A token works in fp32: what it finds is as of a state in fp32 with the same values, and what it leaves is rounded."""
+    shapes = ((2, 4), (16, 24)), ((2, 6), (128, 128)), ((4, 4), (40, 200))
+    for shape in shapes:
+        case = made(2, tokens, *shape, dtype=dtype).in_bf16
+        twin, together = case.again(), case.again()
+        with in_c(variant):
+            for at in range(tokens):
+                token, alone = case.part(at, at + 1), replace(case.part(at, at + 1), state=case.state.float())
+                near(token(), alone(), dtype)
+                near(case.state.float(), alone.state, torch.bfloat16)
+            together()
+        assert torch.equal(together.state, case.state) and case.state.dtype == torch.bfloat16
+        near(case.state.float(), _left_by(twin), torch.bfloat16)
+
+
+def _left_by(twin: Case) -> Tensor:
+    twin.by_twin()
+    return twin.state.float()
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, TORCH])
+@all_of({"made": CASES, "tokens": (1, 5), "is_rounded": (False, True)})
+def test_tokens_on_trial_leave_a_state_as_it_was(variant: str, made: MadeCase, tokens: int, is_rounded: bool) -> None:
+    case = made(len(LENGTHS), tokens)
+    case = case.in_bf16 if is_rounded and made is not convolution_case else case
+    before, lengths = case.again(), torch.tensor(LENGTHS).clamp(max=tokens)
+    with nullcontext() if variant == TORCH else in_c(variant):
+        run = case.by_twin if variant == TORCH else case
+        tried = run(lengths, is_trial=True)
+        assert torch.equal(case.state, before.state)
+        kept = run(lengths)
+    assert all(torch.equal(tried[row, :length], kept[row, :length]) for row, length in enumerate(lengths.tolist()))
+    assert not torch.equal(case.state, before.state)
+
+
 @pytest.mark.parametrize("made", CASES)
 def test_a_row_has_the_same_bits_with_any_number_of_threads(made: MadeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     case, found = made(5, 33), list[Tensor]()
@@ -213,7 +253,7 @@ def test_rows_of_a_state_may_lie_apart_and_others_stay(variant: str, made: MadeC
     buffer = torch.full((5, 2, *case.state.shape[1:]), 7.0)
     own = buffer[1:4, 1].copy_(case.state)
     with in_c(variant):
-        assert torch.equal(case.function(case.tokens, own, None), case())
+        assert torch.equal(case.function(case.tokens, own, None, False), case())
     assert torch.equal(own, case.state)
     own.fill_(7.0)
     assert (buffer == 7.0).all()

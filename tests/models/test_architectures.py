@@ -26,6 +26,7 @@ from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.llama import Decoder
 from h2o_flexgen.models.mixture import MixtureOfExperts
 from h2o_flexgen.models.rotary import Rope
+from h2o_flexgen.models.row_states import RowStates
 from tests.helpers.resident import resident_generate, weights_by_layer
 from tests.helpers.tiny import (
     KINDS,
@@ -158,7 +159,7 @@ def test_layers_hand_on_hidden_states_of_the_width_that_the_spec_says(kind: str)
     for layer, own in zip(layers, weights):
         before = hidden.clone()
         states = {one.name: torch.zeros(1, *one.shape) for one in layer.states}
-        after = computed(model, layer, hidden, own, replace(given, states=states))
+        after = computed(model, layer, hidden, own, replace(given, states=RowStates(states)))
         assert torch.equal(hidden, before), "a layer may not write into what it is given"
         widths.append(after.shape[-1])
         hidden = after

@@ -30,7 +30,7 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
-from h2o_flexgen.engine.stores.states_in_memory import states_over
+from h2o_flexgen.engine.stores.states_in_memory import StatesInPassing, states_over
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled
@@ -50,10 +50,11 @@ from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
+from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.placement import HeldKV, place_weights
-from h2o_flexgen.planning.plan import DRAFTS, OFF, PINNED, PREFIX_POLICIES, Plan
+from h2o_flexgen.planning.plan import DRAFTS, OFF, PINNED, PREFIX_POLICIES, STATE_DTYPES, Plan
 from h2o_flexgen.planning.working_space import (
     SLACK,
     LevelHeads,
@@ -487,6 +488,7 @@ OF_STATES = {
     ("rows", "tokens", "together"): ((32, 1, 32), (6, 30, 6), (1, 300, 1), (40, 100, 1)),  # rows that are read at once
     "dtype": ("float32", "bfloat16"),
     "variant": (TORCH, *variants()[:1]),
+    "state_dtype": STATE_DTYPES,
 }
 
 
@@ -495,6 +497,7 @@ def test_states_are_passed_in_no_more_room_than_is_estimated(values: dict[str, A
     """In torch, what is held of many rows in passing is more than all else of a layer."""
     config: Any = tiny_config(values["kind"], **LARGER, intermediate_size=256, **values["sizes"])
     model, dtype = create_model(config, values["dtype"]), getattr(torch, values["dtype"])
+    model.spec = model.spec.written_as(PLAIN, PLAIN, EXACT, values["state_dtype"])
     spec, rows, tokens = model.spec, values["rows"], values["tokens"]
     layer = next(one for one in spec.layers if one.states)
     weights = {name: weight_of(spec, layer, name) for name, _ in layer.tensors}
@@ -502,9 +505,14 @@ def test_states_are_passed_in_no_more_room_than_is_estimated(values: dict[str, A
     def passed(rows: int, tokens: int) -> int:
         layout, hidden = StateLayout(rows, layer.states), torch.randn(rows, tokens, spec.width, dtype=dtype)
         region, lengths = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.full((rows,), tokens)
-        given = Given(torch.arange(tokens)[None], states=states_over(region, layout), lengths=lengths)
-        there = [hidden, region, lengths, given.positions, *weights.values()]  # type: ignore[list-item]
-        return peak_allocated(lambda: computed(model, layer, hidden, weights, given), there)
+        given, kept = Given(torch.arange(tokens)[None]), states_over(region, layout)
+
+        def run() -> None:
+            passed = StatesInPassing.of(kept) if tokens > 1 else StatesInPassing(kept, kept)
+            computed(model, layer, hidden, weights, replace(given, states=RowStates(passed.in_full, lengths)))
+            passed.keep()
+
+        return peak_allocated(run, [hidden, region, lengths, given.positions, *weights.values()])  # type: ignore[list-item]
 
     with used(values["variant"]):
         held = HeldKV.of(spec, Plan(), Block((Batch(tuple(range(rows)), (tokens,) * rows),), 4))

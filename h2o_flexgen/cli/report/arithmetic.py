@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.cli.report import Entry, entry
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
+from h2o_flexgen.formats.kernel_table import CPU, EXACT, FLOAT32, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
 from h2o_flexgen.formats.table import BY_BITS, FORMATS, PLAIN, Stored, chosen_format
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -138,6 +138,7 @@ class Arithmetic:
     def line(self) -> str:
         weights, kv = " and ".join(self.kept_in), BITS.get(self.plan.kv_codec, self.dtype)
         kept = f"activations and KV in {kv}" if kv == self.dtype else f"activations in {self.dtype}, KV in {kv}"
+        kept += "" if self.plan.state_dtype == FLOAT32 else f", states in {self.plan.state_dtype}"
         return f"weights in {weights}, products {self._products()}; {kept}"
 
     @property
@@ -162,6 +163,7 @@ class Arithmetic:
             "weights": self.plan.weight_codec,
             "matrices": [chosen_format(format) for format in self.formats],
             "kv": self.plan.kv_codec,
+            "states": self.plan.state_dtype,
             "activations": self.dtype,
             "compute": self.plan.compute,
             "products": list(self.products),

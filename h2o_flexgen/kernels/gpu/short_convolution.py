@@ -14,18 +14,33 @@ CHANNELS, TOKENS = 128, 16  # that a program has at once
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, lengths: Tensor | None = None, is_activated: bool = True
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    lengths: Tensor | None = None,
+    is_activated: bool = True,
+    is_trial: bool = False,
 ) -> Tensor:
     x, weight, out = with_neighbours(x), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         width = weight.shape[-1]
-        launch = _launch(seen(x), width, weight.dtype, seen(state), type_of(bias), type_of(lengths), is_activated)
+        launch = _launch(seen(x), width, weight.dtype, seen(state), type_of(bias), type_of(lengths), is_activated, is_trial)
         launch(x, weight, weight if bias is None else bias, state, x if lengths is None else lengths, out)
     return out
 
 
 @kept_by_shape
-def _launch(x: Seen, width: int, of_weights: torch.dtype, state: Seen, bias: Type, lengths: Type, is_activated: bool) -> Launch:
+def _launch(
+    x: Seen,
+    width: int,
+    of_weights: torch.dtype,
+    state: Seen,
+    bias: Type,
+    lengths: Type,
+    is_activated: bool,
+    is_trial: bool,
+) -> Launch:
     (rows, tokens, channels), (row, token, _), _ = x
     assert state[0] == (rows, width - 1, channels) and state[1][1:] == (channels, 1) and state[2] == torch.float32
     return launcher(
@@ -37,6 +52,7 @@ def _launch(x: Seen, width: int, of_weights: torch.dtype, state: Seen, bias: Typ
         HAS_BIAS=bias is not None,
         HAS_LENGTHS=lengths is not None,
         IS_ACTIVATED=is_activated,
+        IS_TRIAL=is_trial,
         TOKENS=1 if tokens == 1 else TOKENS,
         CHANNELS=CHANNELS,
     )
@@ -61,7 +77,7 @@ def convolve_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, lengths: tl.tensor, out: tl.tensor,
     row_stride: tl.tensor, token_stride: tl.tensor, state_row: tl.tensor, tokens: tl.tensor, channels: tl.tensor,
     WIDTH: tl.constexpr, ROOM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    IS_ACTIVATED: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    IS_ACTIVATED: tl.constexpr, IS_TRIAL: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
     row, channel = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < channels
@@ -84,7 +100,7 @@ def convolve_kernel(
         made = tl.where((at < count)[:, None], sums, 0.0).to(out.dtype.element_ty)
         places = out + (row * tokens + at[:, None]) * channels + channel[None, :]
         tl.store(places, made, mask=(at < tokens)[:, None] & is_channel[None, :])
-    if WIDTH > 1:
+    if WIDTH > 1 and not IS_TRIAL:
         last = tl.arange(0, ROOM)
         kept = _inputs(own, own_state, count + last, channel, count, token_stride, channels, WIDTH)
         tl.debug_barrier()  # all threads have read what is overwritten now

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.kernels.gpu.launching import Launch, Seen, Type, kept_by_shape, launcher, seen, type_of
-from h2o_flexgen.kernels.states import KEY_EPS, with_neighbours
+from h2o_flexgen.kernels.states import KEPT_IN, KEY_EPS, with_neighbours
 
 COLUMNS = 8  # of a program
 VALUES_OF_A_WARP = 1024  # so that a sum over keys is within one warp where these have 128 values
@@ -27,8 +27,9 @@ def gated_delta(
     state: Tensor,
     lengths: Tensor | None = None,
     is_tiled: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
-    forms = {"CORRECTS": True, "IS_TILED": is_tiled, "ARE_LOGS": False}
+    forms = {"CORRECTS": True, "IS_TILED": is_tiled, "ARE_LOGS": False, "IS_TRIAL": is_trial}
     return _passed(q, k, v, decay, beta, None, None, state, lengths, **forms)
 
 
@@ -42,8 +43,9 @@ def selective_scan(
     state: Tensor,
     lengths: Tensor | None = None,
     are_logs: bool = False,
+    is_trial: bool = False,
 ) -> Tensor:
-    forms = {"CORRECTS": False, "IS_TILED": False, "ARE_LOGS": are_logs}
+    forms = {"CORRECTS": False, "IS_TILED": False, "ARE_LOGS": are_logs, "IS_TRIAL": is_trial}
     return _passed(c, b, x, steps, None, rates, skip, state, lengths, **forms)
 
 
@@ -82,7 +84,7 @@ def _launch(
     *forms: tuple[str, bool],
 ) -> Launch:
     (rows, tokens, heads, width), (_, _, key_heads, keys) = v[0], k[0]
-    assert state[0] == (rows, heads, keys, width) and state[1][1:] == (keys * width, width, 1) and state[2] == torch.float32
+    assert state[0] == (rows, heads, keys, width) and state[1][1:] == (keys * width, width, 1) and state[2] in KEPT_IN
     strides = (stride for each in (q, k, v, sizes, betas) for stride in each[1][:3])
     room, columns = triton.next_power_of_2(keys), min(COLUMNS, triton.next_power_of_2(width))
     has = {"HAS_RATES": rates is not None, "HAS_SKIPS": skips is not None, "HAS_LENGTHS": lengths is not None}
@@ -116,7 +118,7 @@ def pass_state_kernel(
     v_row: tl.tensor, v_token: tl.tensor, v_head: tl.tensor, size_row: tl.tensor, size_token: tl.tensor, size_head: tl.tensor,
     beta_row: tl.tensor, beta_token: tl.tensor, beta_head: tl.tensor,
     state_row: tl.tensor, tokens: tl.tensor, heads: tl.tensor, key_heads: tl.tensor, scale: tl.tensor, eps: tl.tensor,
-    CORRECTS: tl.constexpr, IS_TILED: tl.constexpr, ARE_LOGS: tl.constexpr,
+    CORRECTS: tl.constexpr, IS_TILED: tl.constexpr, ARE_LOGS: tl.constexpr, IS_TRIAL: tl.constexpr,
     HAS_RATES: tl.constexpr, HAS_SKIPS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -127,7 +129,7 @@ def pass_state_kernel(
     is_key, is_column = key < KEYS, column < VALUES
     is_there = is_key[:, None] & is_column[None, :]
     places = state + row * state_row + (head * KEYS + key[:, None]) * VALUES + column[None, :]
-    own = tl.load(places, mask=is_there, other=0.0)
+    own = tl.load(places, mask=is_there, other=0.0).to(tl.float32)
     rate = 1.0
     if HAS_RATES:
         rate = tl.load(rates + head).to(tl.float32)
@@ -149,6 +151,7 @@ def pass_state_kernel(
             added = value * size
         own = own + own_key[:, None] * added[None, :]
         read = tl.sum(own * query[:, None], 0)
+        own = own.to(state.dtype.element_ty).to(tl.float32)  # as it is kept
         if HAS_SKIPS:
             read += value * tl.load(skips + head).to(tl.float32)
         made = out + ((row * tokens + at) * heads + head) * VALUES + column
@@ -156,4 +159,5 @@ def pass_state_kernel(
     for number in range(count, tokens):
         nothing = out + ((row * tokens + number) * heads + head) * VALUES + column
         tl.store(nothing, tl.zeros((COLUMNS,), out.dtype.element_ty), mask=is_column)
-    tl.store(places, own, mask=is_there)
+    if not IS_TRIAL:
+        tl.store(places, own.to(state.dtype.element_ty), mask=is_there)

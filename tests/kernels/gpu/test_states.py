@@ -40,6 +40,31 @@ def test_states_are_passed_as_torch_does_it(made: MadeCase, tokens: int, dtype: 
     near(case.state, twin.state)
 
 
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("made", [delta_case, scan_case])
+def test_a_state_in_bf16_is_rounded_behind_each_token(made: MadeCase, tokens: int, gpu: torch.device) -> None:
+    case = made(2, tokens, device=gpu).in_bf16
+    twin, one_by_one = case.again(), case.again()
+    with in_triton():
+        out = case()
+        for at in range(tokens):
+            one_by_one.part(at, at + 1)()
+    near(out, twin.by_twin(), torch.bfloat16)
+    near(case.state.float(), twin.state.float(), torch.bfloat16)
+    assert torch.equal(case.state, one_by_one.state)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("made", CASES)
+def test_tokens_on_trial_leave_a_state_as_it_was(made: MadeCase, tokens: int, gpu: torch.device) -> None:
+    case = made(2, tokens, device=gpu)
+    before = case.again()
+    with in_triton():
+        tried = case(is_trial=True)
+        assert torch.equal(case.state, before.state)
+        assert torch.equal(tried, case()) and not torch.equal(case.state, before.state)
+
+
 @pytest.mark.parametrize(
     "case_of",
     [
