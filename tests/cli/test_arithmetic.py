@@ -65,9 +65,14 @@ def test_one_line_says_what_is_kept_in_what_and_multiplied_in_what(own: Arithmet
 
 def test_its_document_has_the_same_facts() -> None:
     own = arithmetic(NEW, weight_codec="group4", compute="int8")
-    kept = {"weights": "group4", "matrices": ["group4"], "kv": "plain", "activations": "bfloat16"}
+    kept = {"weights": "group4", "matrices": ["group4"], "kv": "plain", "states": "float32", "activations": "bfloat16"}
     assert own.as_json() == {**kept, "compute": "int8", "products": ["int8"]}
     assert arithmetic(None).as_json()["products"] == []
+
+
+def test_states_are_told_where_they_are_rounded() -> None:
+    own = arithmetic(NEW, state_dtype=BF16)
+    assert own.line().endswith(f", states in {BF16}") and own.as_json()["states"] == BF16
 
 
 def test_prompts_may_be_multiplied_otherwise() -> None:
