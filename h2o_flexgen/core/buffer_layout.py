@@ -132,6 +132,11 @@ def next_hidden_bytes(spec: ModelSpec, batch: Batch, at_once: int, moves: bool, 
     return max(_values_beside(form, tokens, min(tokens, most), moves, accelerator) for tokens, form in forms) * spec.itemsize
 
 
+def next_step_bytes(spec: ModelSpec, rows: int, moves: bool, accelerator: bool) -> int:
+    """The same in a decode step."""
+    return _values_beside(spec, rows, rows, moves, accelerator) * spec.itemsize
+
+
 def _values_beside(spec: ModelSpec, tokens: int, at_once: int, moves: bool, accelerator: bool) -> int:
     """Values that are held beside a batch's states at their widest. What is made part by part takes the place of what it is
     made of: in the buffer of states that move, or where both are as wide."""

@@ -208,6 +208,7 @@ class StepGraphs:
     @classmethod
     def of(cls, plan: Plan, device: Device, rests: Callable[[int, int], bool], where: Where) -> StepGraphs | None:
         """None where graphs are not possible, or where the plan excludes them."""
+        device.empty_room()  # prompts come first in a block, and are promised what steps of an earlier one had
         may = plan.may_capture(device.graph_bytes) if device.accelerator else plan.may_record
         return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 

@@ -7,7 +7,9 @@ as the largest of them wants.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from bisect import insort
+from contextlib import suppress
 from threading import Lock
 from weakref import finalize
 
@@ -23,13 +25,20 @@ PART = 64  # bytes: a line of the cache, at which all parts begin
 class WorkingRoom:
     def __init__(self) -> None:
         self.in_use = Lock()  # by a program that runs or is recorded
-        self._chunks: list[Tensor] = []
+        self._chunks: list[mmap.mmap] = []
         self._free: list[tuple[int, int]] = []  # address and bytes of each gap, by address
         self._returned: list[tuple[int, int]] = []  # parts that are free again, and are not among the gaps yet
 
     @property
     def nbytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks)
+        return sum(map(len, self._chunks))
+
+    def empty(self) -> None:
+        """Returns all pages to the system until they are written again. Addresses stay."""
+        with self.in_use:
+            for chunk in self._chunks:
+                with suppress(OSError, AttributeError):  # if the system can
+                    chunk.madvise(mmap.MADV_DONTNEED)
 
     def take(self, nbytes: int) -> Tensor:
         """Memory of this many bytes. It is free again when the tensor and all its views are gone."""
@@ -50,11 +59,9 @@ class WorkingRoom:
             if gap >= nbytes:
                 self._free[place : place + 1] = [(address + nbytes, gap - nbytes)] if gap > nbytes else []
                 return address
-        chunk = torch.empty(max(ROOM_CHUNK, nbytes) + PART, dtype=torch.uint8)
+        chunk = mmap.mmap(-1, max(ROOM_CHUNK, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # begins at a page
         self._chunks.append(chunk)
-        begin = address_of(chunk)
-        first = -(-begin // PART) * PART
-        self._add_gap(first, (begin + chunk.nbytes - first) // PART * PART)
+        self._add_gap(address_of(torch.frombuffer(chunk, dtype=torch.uint8)), len(chunk) // PART * PART)
         return self._address_of(nbytes)
 
     def _add_gap(self, address: int, nbytes: int) -> None:

@@ -145,6 +145,10 @@ class Device:
         """A function that repeats this work, as one launch and on the same addresses; the work is not done now."""
         return CallRecording.of(work, self._room)
 
+    def empty_room(self) -> None:
+        """Returns the memory in which captured work is done to the system until some of it runs again."""
+        self._room.empty()
+
     def chained(self, captured: Sequence[Callable[[], None]], moments: Tensor) -> Callable[[], None]:
         """What was captured, one after the other as one launch; `moments` (captured + 1,), int64, gets when each begins and the
         last one ends, in nanoseconds of time.perf_counter."""

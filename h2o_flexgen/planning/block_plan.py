@@ -125,6 +125,12 @@ class BlockPlan:
         return any(map(self.guesses, range(len(self.block.batches))))
 
     @property
+    def reads_prompts_first(self) -> bool:
+        """Whether all prompts are read before the first decode step begins."""
+        has_order = self.schedule.keeps_step and self.schedule.traffic.lanes.devices == 1
+        return has_order and not self.block.is_running
+
+    @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:
         """The tiers of KV, activations and states."""
         return tuple(self.placement.kv.values()), self.placement.hidden, tuple(self.placement.state.values())

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes, prompt_form
+from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes, next_step_bytes, prompt_form
 from h2o_flexgen.core.model_spec import IN_HEADS_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
@@ -105,8 +105,11 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int, gue
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at], guesses) for at in kinds.values())
     has_graphs = plan.may_capture(site.graph_bytes) if site.accelerator else plan.may_record and site.processor.build != TORCH
     if has_graphs:
-        most += max(graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
-        most += (site.graph_bytes or GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned)
+        of_graphs = max(graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
+        of_graphs += (site.graph_bytes or GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned)
+        is_beside_prompts = site.accelerator or guesses or not planned.reads_prompts_first
+        steps = most if is_beside_prompts else max(step_bytes(planned.kv, at, plan, site, moves[at]) for at in kinds.values())
+        most = max(most, steps + of_graphs)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 
@@ -151,6 +154,13 @@ def working_bytes(
     scoring = scored * (spec.vocab * (3 * FLOAT_BYTES + spec.itemsize) + _normed_bytes(spec))
     beside = next_hidden_bytes(spec, batch, plan.prefill_tokens, moves_hidden, site.accelerator)
     return max(prefill, decode, scoring, picking_bytes(spec, batch.size)) + beside
+
+
+def step_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, moves_hidden: bool) -> int:
+    """Bytes for the decode steps of a batch alone, with a token of each row."""
+    spec, rows = kv.spec, kv.block.batches[number].size
+    decode = _decode_bytes(spec, plan, LevelHeads.of(kv, number), site)
+    return max(decode, picking_bytes(spec, rows)) + next_step_bytes(spec, rows, moves_hidden, site.accelerator)
 
 
 def picking_bytes(spec: ModelSpec, rows: int) -> int:

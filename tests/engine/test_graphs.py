@@ -3,6 +3,7 @@ the resident loop; and what cannot be captured is computed without."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.helpers.contract import (
 )
 from tests.helpers.pretended import PretendedDevice
 from tests.helpers.recorded import repeated
+from tests.helpers.room import holds
 from tests.helpers.tiny import KINDS
 
 NEAR = [kind for kind in KINDS if kind.endswith("-near")]  # have positions for few tokens
@@ -244,6 +246,20 @@ def test_the_room_of_programs_is_counted(
         taken = llm.loaded.device._room.nbytes
     assert taken <= SLACK * graph_bytes(planned.kv, 0, planned.plan, site) - ROOM_CHUNK
     assert taken > 0
+
+
+@pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
+@pytest.mark.skipif(sys.platform != "linux", reason="only there pages that were given back are known to be of zeros")
+def test_prompts_of_the_next_block_find_an_empty_room(checkpoints: Checkpoints, offload: Path) -> None:
+    """What steps need is promised to prompts as well, which come first in a block."""
+    case = Case("opt", RESIDENT, (5, 9, 2, 7, 5, 9, 2, 7), STEPS, gpu_batch_size=2, num_gpu_batches=2)
+    seen = list[tuple[int, bool]]()
+    with case.open(checkpoints, offload) as llm:
+        room = llm.loaded.device._room
+        llm.generate(case.prompts, case.params, on_visit=lambda task, _: seen.append((task.step, holds(room))))
+    first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert first[-1] == (STEPS - 1, True) and first[0] == second[0] == (0, False)
+    assert not any(held for step, held in seen if step == 0)
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")

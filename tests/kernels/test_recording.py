@@ -18,6 +18,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.products import plain_product
 from h2o_flexgen.kernels.recording import CallRecording, CannotBeRecorded, Program, kept
 from h2o_flexgen.kernels.working_room import PART, WorkingRoom
+from tests.helpers.room import holds
 from tests.kernels.variants import VARIANTS
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="there are no kernels in C")
@@ -89,6 +90,20 @@ def test_programs_one_after_the_other_share_their_room() -> None:
     assert torch.equal(states[3], expected)
     assert moments.tolist() == sorted(moments.tolist()) and moments[0] > 0
     assert room.nbytes < 3 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there pages that were given back are known to be of zeros")
+def test_an_emptied_room_holds_nothing_and_programs_work_in_it_as_before() -> None:
+    x, weight, out, room = torch.randn(64, 256), torch.randn(256), torch.zeros(64, 256), WorkingRoom()
+    program = CallRecording.of(lambda: out.copy_(operations.rms_norm(x, weight, 1e-5)), room)
+    program()
+    made = out.clone()
+    out.zero_()
+    assert holds(room)
+    room.empty()
+    assert room.nbytes and not holds(room)
+    program()
+    assert torch.equal(out, made) and made.any()
 
 
 def test_what_is_kept_is_not_overwritten_by_other_programs() -> None:

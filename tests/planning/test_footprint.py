@@ -851,8 +851,28 @@ def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: st
         assert plans, message
 
 
+def recording(schedule: str, prompt_len: int = 60) -> WorkloadPlan:
+    """Two batches of a block whose decode steps are recorded."""
+    request, site = request_of((0, 100, 0, 100, 0, 100), accelerator=False), Site(processor=Processor(build="avx2"))
+    plan, prompts = replace(request.plan, schedule=schedule), Workload.uniform(64, prompt_len, 4)
+    return replace(request, site=site, plan=plan, workload=prompts)
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_recorded_steps_have_what_prompts_need_where_these_are_over_before(schedule: str) -> None:
+    """Row by row a batch has its steps before the next one reads its prompts. Prompts of two tokens need little."""
+    more = []
+    for length in (2, 60):
+        request = recording(schedule, length)
+        without = replace(request, plan=replace(request.plan, graphs="off"))
+        more.append(request.footprint.total(HOST) - without.footprint.total(HOST))
+    of_short, of_long = more
+    assert of_short > 0
+    assert (of_long > 0) == (schedule == "row_by_row")
+
+
 def test_a_refusal_says_where_a_plan_without_graphs_would_fit() -> None:
-    request = replace(request_of((0, 100, 0, 100, 0, 100), accelerator=False), site=Site(processor=Processor(build="avx2")))
+    request = recording("row_by_row")
     without = replace(request, plan=replace(request.plan, graphs="off"))
     assert without.footprint.total(HOST) < request.footprint.total(HOST)
     for least, is_named in ((without.footprint.total(HOST), True), (without.footprint.total(HOST) - 1, False)):
