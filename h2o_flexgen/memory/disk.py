@@ -2,7 +2,8 @@
 
 It serves checkpoint files, which are read in place (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
 range of whole pages, or one that shares its memory pages with no other data, is read straight to its place if its alignment
-there is that in its file. Any other range (of another dtype, or at an odd address) goes through a buffer of the reading thread.
+there is that in its file. Several of these that follow each other in a file are one read, as each costs time of a processor.
+Any other range (of another dtype, or at an odd address) goes through a buffer of the reading thread.
 The pool's threads live as long as the `DiskFiles` object and do nothing but reads, writes and the copies that belong to them.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
@@ -79,6 +81,16 @@ class FilePiece:
         """True if the bytes can be read straight to their place: same dtype, and place and offset agree in alignment."""
         return self.out.dtype == self.dtype and (self.out.data_ptr() - self.offset) % ALIGNMENT == 0
 
+    @property
+    def pages_start(self) -> int:
+        """The byte of the file at which its pages begin."""
+        return self.offset - self.offset % ALIGNMENT
+
+    @property
+    def pages_end(self) -> int:
+        assert self.pages is not None
+        return self.pages_start + len(self.pages)
+
     def alone_in(self, pages: Tensor) -> FilePiece:
         """The same piece, with these pages, which hold no other data."""
         assert self.is_direct and self.check is None and self.dtype == torch.uint8
@@ -102,6 +114,24 @@ class FilePiece:
             first, behind = max(self.offset, begin + at), min(end, begin + at + chunk_bytes)
             own = self.out[first - self.offset : behind - self.offset]
             yield replace(self, offset=first, out=own, pages=pages[at : at + chunk_bytes])
+
+
+def runs(pieces: Iterable[FilePiece]) -> list[list[FilePiece]]:
+    """The pieces, in runs of neighbours of a file that have whole pages. A run has as many bytes as a chunk at most."""
+    pieces = list(pieces)
+    found: list[list[FilePiece]] = [[piece] for piece in pieces if piece.pages is None]
+    run: list[FilePiece] = []
+    for piece in sorted((piece for piece in pieces if piece.pages is not None), key=lambda piece: piece.offset):
+        if run and _follows(piece, run[-1]) and piece.pages_end - run[0].pages_start <= CHUNK_BYTES:
+            run.append(piece)
+        else:
+            found.append(run := [piece])
+    return found
+
+
+def _follows(piece: FilePiece, before: FilePiece) -> bool:
+    """Whether its pages begin where those of the other one end, or with the last of them."""
+    return before.file == piece.file and before.pages_end - piece.pages_start in (0, ALIGNMENT)
 
 
 class DiskFiles:
@@ -131,7 +161,7 @@ class DiskFiles:
     def read(self, pieces: Iterable[FilePiece]) -> int:
         """Reads all pieces in parallel and returns the number of bytes."""
         chunks = [chunk for piece in pieces for chunk in piece.cut()]
-        self.each(self._read_chunk, chunks)
+        self.each(self._read_run, runs(chunks))
         return sum(chunk.nbytes for chunk in chunks)
 
     def check(self, ranges: Iterable[Checked]) -> None:
@@ -181,6 +211,25 @@ class DiskFiles:
             if file not in self._open:
                 self._open[file] = open_direct(file, os.O_RDONLY)
             return self._open[file]
+
+    def _read_run(self, run: Sequence[FilePiece]) -> None:
+        """Reads neighbours at once where the system gives all that is wanted, and otherwise one by one."""
+        if len(run) == 1 or not self._read_at_once(run):
+            for piece in run:
+                self._read_chunk(piece)
+
+    def _read_at_once(self, run: Sequence[FilePiece]) -> bool:
+        """Each has its pages from where the one before ends. A page that two share is copied to the second one."""
+        pages = [bytes_of(piece.pages, writes=True) for piece in run if piece.pages is not None]
+        shares = [before.pages_end - piece.pages_start for before, piece in pairwise(run)]
+        own = [pages[0], *(each[shared:] for each, shared in zip(pages[1:], shares, strict=True))]
+        start, wanted = run[0].pages_start, run[-1].offset + run[-1].nbytes
+        with suppress(OSError):  # which is told by the read of the piece that has it
+            if start + os.preadv(self.descriptor(run[0].file), own, start) >= wanted:
+                for before, each, shared in zip(pages, pages[1:], shares):
+                    each[:shared] = before[len(before) - shared :]
+                return True
+        return False
 
     def _read_chunk(self, piece: FilePiece) -> None:
         pages = piece.pages

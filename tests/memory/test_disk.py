@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES, HUGE_PAGE_BYTES, aligned
+from h2o_flexgen.memory import disk
 from h2o_flexgen.memory.disk import (
     Checked,
     DiskFiles,
@@ -173,6 +174,98 @@ def test_a_range_with_pages_for_itself_goes_straight_to_its_place(
         assert all(piece.pages is not None for piece in chunks)
     assert torch.equal(out, values)
     assert (memory[:ALIGNMENT] == 255).all() and (memory[ALIGNMENT + len(pages) :] == 255).all()
+
+
+def beside_each_other(
+    folder: Path, sizes: Sequence[int], before: int, gaps: Sequence[int]
+) -> tuple[list[FilePiece], list[torch.Tensor]]:
+    """Ranges of a file with bytes between them, each with pages of its own in memory, which lie in another order."""
+    values = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
+    noise = [torch.full((gap,), 255, dtype=torch.uint8) for gap in (before, *gaps)]
+    file = written(folder, torch.cat([part for pair in zip(noise, values, strict=True) for part in pair]))
+    pieces, at = [], 0
+    for gap, size in zip((before, *gaps), sizes, strict=True):
+        at += gap
+        pages = arena(aligned(at % ALIGNMENT + size), torch.uint8).fill_(7)
+        own = pages[at % ALIGNMENT : at % ALIGNMENT + size]
+        pieces.append(FilePiece(file, at, own, torch.uint8).alone_in(pages))
+        at += size
+    return pieces, values
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=draw.lists(draw.integers(1, 14_000), min_size=2, max_size=7),
+    before=draw.integers(0, 9000),
+    gaps=draw.lists(draw.sampled_from([0, 0, 0, 32, 4096, 8192]), min_size=6, max_size=6),
+    most=draw.sampled_from([8192, CHUNK_BYTES]),
+    ends_early=draw.booleans(),
+)
+def test_neighbours_in_a_file_have_their_own_bytes_however_they_are_read(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], before: int, gaps: list[int], most: int, ends_early: bool
+) -> None:
+    """Also where the system gives fewer bytes than a run wants."""
+    pieces, values = beside_each_other(tmp_path_factory.mktemp("run"), sizes, before, gaps[: len(sizes) - 1])
+    preadv = os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(descriptor, buffers[:1] if ends_early else buffers, offset)
+
+    with (
+        DiskFiles(readers=2) as files,
+        patch.object(disk, "CHUNK_BYTES", most),
+        patch.object(DiskFiles, "_read_to_buffer", side_effect=AssertionError("not straight")),
+        patch.object(os, "preadv", short),
+    ):
+        assert files.read(reversed(pieces)) == sum(sizes)
+    for piece, own in zip(pieces, values, strict=True):
+        assert torch.equal(piece.out, own)
+
+
+@pytest.mark.parametrize("before", [0, 96])
+def test_neighbours_in_a_file_are_one_read_of_up_to_a_chunk(
+    before: int, tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As blocks of experts are: 1.2 MB each, side by side, with or without a page that two share. One that nothing wants is
+    between the last two."""
+    size, shared = 288 * ALIGNMENT, aligned(before)
+    pieces, values = beside_each_other(tmp_path, [size] * 6, before, [0, 0, 0, 0, size])
+    reads, preadv = list[tuple[int, int]](), os.preadv
+
+    def watched(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append((offset, sum(map(len, buffers))))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    assert files.read(pieces) == 6 * size
+    assert sorted(reads) == [(0, 3 * size + shared), (3 * size, 2 * size + shared), (6 * size, size + shared)]
+    assert all(torch.equal(piece.out, own) for piece, own in zip(pieces, values))
+
+
+def test_ranges_of_two_files_are_no_neighbours(tmp_path: Path, files: DiskFiles) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    (first, _), begins = beside_each_other(folders[0], [9000, 9000], 10, [0])
+    (_, second), ends = beside_each_other(folders[1], [9000, 9000], 10, [0])
+    files.read([first, second])
+    assert torch.equal(first.out, begins[0]) and torch.equal(second.out, ends[1])
+
+
+def test_a_run_that_fails_is_told_with_the_piece_that_cannot_be_read(
+    tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces, _ = beside_each_other(tmp_path, [8000, 9000], 10, [0])
+    preadv = os.preadv
+
+    def failing_behind(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if offset + sum(map(len, buffers)) > 12_288:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing_behind)
+    with pytest.raises(OSError, match="from byte 4096 on were to be read"):
+        files.read(pieces)
 
 
 def test_short_reads_are_gone_on_with(tmp_path: Path, files: DiskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
