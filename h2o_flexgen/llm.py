@@ -50,7 +50,7 @@ from h2o_flexgen.planning.workload_plan import (
 )
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
-from h2o_flexgen.sampling.lora_request import Adapted, adapters_of_prompts, params_with_adapters
+from h2o_flexgen.sampling.lora_request import Adapted, LoRARequest, adapters_of_prompts, params_with_adapters
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.pooling import (
     CLASSIFYING,
@@ -477,6 +477,7 @@ class LLM:
         pairs: Pairs,
         *,
         by: str | None = None,
+        lora_request: Adapted = None,
         on_token: OnToken | None = None,
         on_stage: OnStage | None = None,
         on_visit: OnVisit | None = None,
@@ -485,12 +486,14 @@ class LLM:
     ) -> list[Scored]:
         """Scores how likely each continuation is after its context, in the order of the pairs, which are texts or token ids.
         `by` is "prefill": in one pass, which is refused if the cache evicts or rounds; "decode": token by token, through the
-        cache; None: prefill where it is allowed, otherwise decode. `on_token` gets every scored token."""
+        cache; None: prefill where it is allowed, otherwise decode. `lora_request`: the adapter of all pairs, or one or None for
+        each. `on_token` gets every scored token."""
         by = way_of(self.plan, by)
         contexts, continuations = read_pairs(pairs, self.tokenizer)
         if not contexts:
             return []
-        rows = self.row_maker.rows(contexts, params_of(continuations), False, continuations)
+        params = self._adapted(params_of(continuations), lora_request, len(contexts))
+        rows = self.row_maker.rows(contexts, params, False, continuations)
         if self._auto is not None:
             self._auto.provide(workload_of(rows), True, on_stage)
         at_once = positions_at_once(self.plan, self.spec.vocab) if by == PREFILL else 0
@@ -510,6 +513,7 @@ class LLM:
         pooling: str = LAST,
         normalize: bool = True,
         truncate: Truncate = None,
+        lora_request: Adapted = None,
         on_stage: OnStage | None = None,
         on_visit: OnVisit | None = None,
         on_shrink: OnShrink | None = None,
@@ -519,17 +523,19 @@ class LLM:
         """Returns a vector for each prompt, made of the model's last hidden states, behind its last norm: that of the last
         token, their mean, or that of the first token ("cls"). No token is picked. `normalize` brings it to the length 1. A
         prompt that is longer than `truncate` loses its end, and its Embedding says how much; True stands for the longest that
-        the model can read."""
+        the model can read. `lora_request`: the adapter of all prompts, or one or None for each."""
         refuse_unknown("argument", unknown, arguments_of(LLM.embed), INSTEAD)
-        asked = PoolingParams(pooling=pooling, normalize=normalize)
+        read = read_prompts(prompts, self.tokenizer)
+        asked = self._adapted(PoolingParams(pooling=pooling, normalize=normalize), lora_request, len(read))
         heard = Heard(on_stage, on_visit, on_shrink, may_shrink)
-        return [row.embedded() for row in self._pooled(read_prompts(prompts, self.tokenizer), asked, truncate, heard)]
+        return [row.embedded() for row in self._pooled(read, asked, truncate, heard)]
 
     def classify(
         self,
         prompts: Prompts,
         *,
         truncate: Truncate = None,
+        lora_request: Adapted = None,
         on_stage: OnStage | None = None,
         on_visit: OnVisit | None = None,
         on_shrink: OnShrink | None = None,
@@ -537,11 +543,12 @@ class LLM:
         **unknown: object,
     ) -> list[Classification]:
         """Returns the scores of the model's labels for each prompt, of its last token that is no pad, with their probabilities.
-        The model is a checkpoint of a ...ForSequenceClassification. `truncate` is that of `embed`."""
+        The model is a checkpoint of a ...ForSequenceClassification. `truncate` and `lora_request` are those of `embed`."""
         refuse_unknown("argument", unknown, arguments_of(LLM.classify), CLASSIFYING)
         heard = Heard(on_stage, on_visit, on_shrink, may_shrink)
         read = read_prompts(prompts, self.tokenizer)
-        return [row.classified() for row in self._pooled(read, ClassifyParams(), truncate, heard)]
+        asked = self._adapted(ClassifyParams(), lora_request, len(read))
+        return [row.classified() for row in self._pooled(read, asked, truncate, heard)]
 
     def rank(
         self,
@@ -551,6 +558,7 @@ class LLM:
         top_n: int | None = None,
         template: str | None = None,
         truncate: Truncate = None,
+        lora_request: Adapted = None,
         on_stage: OnStage | None = None,
         on_visit: OnVisit | None = None,
         on_shrink: OnShrink | None = None,
@@ -559,16 +567,17 @@ class LLM:
     ) -> list[Ranked]:
         """Returns the documents, those first that answer the query best, or the best `top_n`. The model is a checkpoint of a
         ...ForSequenceClassification with one label. A query and a document are read as the tokenizer puts pairs of texts
-        together, or in a `template`, a text with {query} and {document}. `truncate` is that of `embed`."""
+        together, or in a `template`, a text with {query} and {document}. `truncate` and `lora_request` are those of `embed`."""
         refuse_unknown("argument", unknown, arguments_of(LLM.rank), RANKING)
         pairs = read_documents(query, documents, template)
         heard = Heard(on_stage, on_visit, on_shrink, may_shrink)
         read = [pair.read_with(self.tokenizer) for pair in pairs]
-        each = [row.classified() for row in self._pooled(read, ClassifyParams(ranks=True), truncate, heard)]
+        asked = self._adapted(ClassifyParams(ranks=True), lora_request, len(read))
+        each = [row.classified() for row in self._pooled(read, asked, truncate, heard)]
         told = zip(each, pairs, strict=True)
         return best_first([Ranked(one.index, pair.document, one.probs[0], one.truncated_tokens) for one, pair in told], top_n)
 
-    def _pooled(self, prompts: Sequence[Prompt], asked: PoolingParams, truncate: Truncate, heard: Heard) -> Sequence[RowState]:
+    def _pooled(self, prompts: Sequence[Prompt], asked: Params, truncate: Truncate, heard: Heard) -> Sequence[RowState]:
         """The rows of prompts that are only read."""
         most = most_read(read_truncate(truncate), self.row_maker.longest_prompt)
         rows = self.row_maker.rows([shortened(one, most, self.tokenizer) for one in prompts], asked)
@@ -581,17 +590,27 @@ class LLM:
         self.stats = Stats.of(rows, running.done, self.peaks())
         return rows
 
-    def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
+    def converse(
+        self,
+        context: int | None = None,
+        *,
+        seed: int | None = None,
+        lora_request: LoRARequest | None = None,
+        on_stage: OnStage | None = None,
+    ) -> Conversation:
         """Opens a text that continues turn by turn, and keeps its KV cache. It may grow to `context` tokens (default: the
-        model's positions); with rolling positions it has no limit. Until it is closed nothing else can be generated."""
+        model's positions); with rolling positions it has no limit. `lora_request`: the adapter of all turns. Until it is closed
+        nothing else can be generated."""
         if self.spec.labels is not None:
             raise ValueError(f"{self.name} scores texts by labels and picks no tokens; use classify, rank or embed")
         if self._auto is not None and not self._auto.has_plan:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
-        extent = Extent.of(self.spec, self.plan, context)
+        (own,) = self._adapted(None, lora_request, 1)
+        adapter, extent = self.loaded.adapters.number(own.lora_name), Extent.of(self.spec, self.plan, context)
         try:
             planned = self.loaded.fitting(extent.workload)
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; or give a shorter context, or a KV policy that keeps less") from None
-        self.loaded.conversation = Conversation(self.loaded.ready(on_stage), planned, self.tokenizer, extent, seed)
+        engine = self.loaded.ready(on_stage)
+        self.loaded.conversation = Conversation(engine, planned, self.tokenizer, extent, seed, adapter)
         return self.loaded.conversation

@@ -468,12 +468,108 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
         told = one_line(lambda: llm.generate([PROMPT], replace(FOUR, lora_name="on")))
         assert told == "lora_name is 'on', which is no adapter here; did you mean one?"
         with llm.converse() as conversation:
-            assert "a conversation has no adapter" in one_line(lambda: conversation.reply("a", replace(FOUR, lora_name="one")))
+            assert "has the adapter that it is opened" in one_line(
+                lambda: conversation.reply("a", replace(FOUR, lora_name="one"))
+            )
     assert [one.token_ids for one in by_request] == [one.token_ids for one in by_name]
     assert [one.token_ids for one in by_request] == [one.token_ids for one in of_any_iterator]
     assert for_all[1].token_ids == by_request[0].token_ids != by_request[1].token_ids
     assert by_other_path[0].token_ids == by_request[0].token_ids
     assert chat[0].token_ids != plain[0].token_ids
+
+
+def test_prompts_that_are_only_read_have_adapters(llama: Adapted) -> None:
+    """Those of embeddings and scores; they are what a model has that the adapter was merged into."""
+    asked = LoRARequest("one", 1, llama.adapters["one"])
+    pairs = [(PROMPT, [5, 9]), (PROMPT, [5, 9]), (PROMPT, [5, 7])]
+    with llama.open(lora=False) as llm:
+        embedded, plain = llm.embed([PROMPT] * 2, lora_request=[asked, None])
+        scored = [llm.score(pairs, by=by, lora_request=[asked, None, asked]) for by in ("prefill", "decode")]
+        for_all = llm.score(pairs, lora_request=asked)
+    with llama.open(lora=False, adapter=llama.adapters["one"]) as llm:
+        (wanted,), own = llm.embed([PROMPT]), llm.score(pairs)
+    assert embedded.embedding == pytest.approx(wanted.embedding, abs=1e-5)
+    assert plain.embedding != pytest.approx(wanted.embedding, abs=1e-2)
+    for found in scored:
+        assert found[0].logprobs == pytest.approx(own[0].logprobs, abs=1e-4)
+        assert found[1].logprobs != pytest.approx(own[1].logprobs, abs=1e-2)
+        assert found[2].logprobs == pytest.approx(own[2].logprobs, abs=1e-4)
+    assert [one.logprobs for one in for_all] == [pytest.approx(one.logprobs, abs=1e-4) for one in own]
+
+
+def test_a_conversation_has_the_adapter_that_it_is_opened_with(llama: Adapted) -> None:
+    turns = [PROMPT * 3, [4, 8], [15, 16]]
+    found = []
+    for given, request in (
+        ({}, LoRARequest("one", 1, llama.adapters["one"])),
+        ({"adapter": llama.adapters["one"]}, None),
+        ({}, None),
+    ):
+        with llama.open(lora=False, prefill_tokens=8, **given) as llm, llm.converse(64, lora_request=request) as talk:
+            found.append([talk.reply(turn, FOUR).completion.token_ids for turn in turns])
+    assert found[0] == found[1] != found[2]
+
+
+# -- files of llama.cpp ------------------------------------------------------------------------------------------------------
+
+
+def as_gguf(folder: Path, model: Any, file: Path, alpha: float = 8.0, kind: str = "adapter", method: str = "lora") -> Path:
+    """What PEFT has saved, as llama.cpp's converter writes it for a GGUF file of this model."""
+    gguf = pytest.importorskip("gguf")
+    from tests.helpers.gguf_files import FAMILIES, _rows_in_file, name_in_file
+
+    family = FAMILIES[model.config.model_type]
+    writer = gguf.GGUFWriter(file, family.architecture)
+    writer.add_type(kind)
+    writer.add_string("adapter.type", method)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for key, values in load_file(folder / WEIGHTS).items():
+        module, half = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        own = values[_rows_in_file(model.config, family, module, len(values))] if half == "B" else values
+        writer.add_tensor(f"{name_in_file(f'{module}.weight', family.names)}.lora_{half.lower()}", own.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize("kind, stored", [("llama-gqa", "gguf-q8_0"), ("qwen3", "gguf-bfloat16")])
+def test_adapters_in_gguf_files_are_those_that_peft_has_saved(
+    kind: str, stored: str, checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    model, file = checkpoints.hf_model(kind, stored), checkpoints.folder(kind, stored)
+    model.save_pretrained(tmp_path / "base")
+    of_folder = Adapted.of(tmp_path / "base", tmp_path, offload)
+    made = {"one": as_gguf(of_folder.adapters["one"], model, tmp_path / "one.gguf")}
+    found, wanted = (one.said(["one", None]) for one in (Adapted(file, made, offload), of_folder))
+    assert found[0] == wanted[0]
+    for place, own in wanted[1].items():
+        assert torch.allclose(found[1][place], own, atol=2e-3), place
+    assert found[0][0] != found[0][1]
+
+
+def test_gguf_files_that_are_no_adapters_of_this_model_are_refused(
+    checkpoints: Checkpoints, llama: Adapted, offload: Path, tmp_path: Path
+) -> None:
+    base, stored = checkpoints.folder("llama-gqa", "gguf-q8_0"), checkpoints.hf_model("llama-gqa", "gguf-q8_0")
+    stored.save_pretrained(tmp_path / "base")
+    folder = Adapted.of(tmp_path / "base", tmp_path, offload).adapters["two"]
+
+    def told(given: Path, model: Path = base) -> str:
+        return one_line(lambda: Adapted(model, {"one": given}, offload).open())
+
+    def written(**changes: Any) -> Path:
+        return as_gguf(folder, changes.pop("model", stored), tmp_path / f"{len([*tmp_path.iterdir()])}.gguf", **changes)
+
+    assert "is a GGUF file; give the model's folder of safetensors, or the adapter as a GGUF file" in told(folder)
+    assert "'one' is a GGUF file, for matrices as these have them, and the model is none" in told(written(), llama.base)
+    assert "is a GGUF file of the type 'model', no adapter" in told(base)
+    assert "is of the kind 'dora', and only LORA can be used" in told(written(method="dora"))
+    other = written(model=checkpoints.hf_model("qwen3", "gguf-bfloat16"))
+    assert "is for models of the architecture 'qwen3', and this one is 'llama'" in told(other)
+    head = save_adapter(tmp_path / "head", {"lm_head.weight": (128, 32)})
+    assert "changes output.weight" in told(as_gguf(head, stored, tmp_path / "head.gguf"))
 
 
 @pytest.mark.parametrize(
@@ -518,6 +614,17 @@ def test_what_is_no_adapter_of_this_model_is_refused(what: str, llama: Adapted, 
     change(adapter)
     line = one_line(Adapted(llama.base, {"one": adapter}, llama.offload).open)
     assert str(adapter) in line and told in line
+
+
+def test_adapters_of_experts_and_their_routers_are_refused_by_name(
+    checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    base, spec = checkpoints.folder("olmoe"), checkpoints.opened("olmoe", "float32", "float32").spec(Plan())
+    for place, part in enumerate((".experts.0.up_proj.", ".gate.")):
+        name = next(name for name in spec.tensors if part in name)
+        given = save_adapter(tmp_path / str(place), {name: (spec.tensors[name].shape[0], spec.tensors[name].shape[1])})
+        told = one_line(Adapted(base, {"one": given}, offload).open)
+        assert f"changes {name.removesuffix('.weight')}, and a request's adapter changes no tables, heads and experts" in told
 
 
 def test_what_takes_no_adapters_is_refused(checkpoints: Checkpoints, llama: Adapted, tmp_path: Path) -> None:

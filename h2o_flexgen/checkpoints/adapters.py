@@ -139,23 +139,32 @@ class Adapter:
     def refused(self, what: str, advice: str = AGAIN) -> ValueError:
         return ValueError(f"adapter {self.folder} {what}; {advice}")
 
+    @property
+    def file(self) -> Path:
+        """What has its matrices."""
+        return self.folder / WEIGHTS
+
+    def usual(self, module: str, names: TensorNames) -> str:
+        """The usual name of the matrix that it changes in a module."""
+        return names.usual(f"{module}.weight")
+
     @cached_property
     def identity(self) -> str:
         """Identifies all that it adds."""
         digest = blake2b(repr((self.weight, sorted(self.config.items(), key=str))).encode(), digest_size=12)
         try:
-            with (self.folder / WEIGHTS).open("rb") as file:
+            with self.file.open("rb") as file:
                 while piece := file.read(PIECE_BYTES):
                     digest.update(piece)
         except OSError as error:
-            raise ValueError(f"{self.folder / WEIGHTS} cannot be read: {reason(error)}; {AGAIN}") from error
+            raise ValueError(f"{self.file} cannot be read: {reason(error)}; {AGAIN}") from error
         return digest.hexdigest()
 
     def parts(self) -> dict[str, LowRank]:
         """What it adds, by the names of the modules that it changes."""
         halves: dict[str, dict[str, StoredTensor]] = {}
         embeddings = set[str]()
-        for tensor in read_header(self.folder / WEIGHTS):
+        for tensor in read_header(self.file):
             named = WHOLE_NAME.fullmatch(tensor.name)
             if named is None or tensor.dtype not in FLOATS.values() or len(tensor.shape) != 2:
                 raise self.refused(f"has the tensor {shown(tensor.name)} ({tensor.dtype}, {tensor.shape}), no half of a LoRA")
@@ -226,7 +235,7 @@ class Adapters:
         parts: dict[str, list[tuple[Adapter, LowRank]]] = {}
         for adapter in self.each:
             for module, part in adapter.parts().items():
-                name = usual.get(bare_name(names.usual(f"{module}.weight")))
+                name = usual.get(bare_name(adapter.usual(module, names)))
                 if name is None:
                     raise adapter.refused(f"changes {module}, and {place} has no such matrix: it is of another model")
                 parts.setdefault(name, []).append((adapter, part))

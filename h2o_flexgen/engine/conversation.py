@@ -126,9 +126,15 @@ class Conversation:
     """A text that goes on turn by turn, made by `LLM.converse`; nothing else is generated until it is closed."""
 
     def __init__(
-        self, engine: Engine, planned: WorkloadPlan, tokenizer: Tokenizer, extent: Extent, seed: int | None = None
+        self,
+        engine: Engine,
+        planned: WorkloadPlan,
+        tokenizer: Tokenizer,
+        extent: Extent,
+        seed: int | None = None,
+        adapter: int = 0,
     ) -> None:
-        """`planned` is the extent's workload."""
+        """`planned` is the extent's workload; `adapter`: the number of the one that all of it has beside the weights."""
         self.extent = extent
         self.seen = 0  # tokens of the text that are in the cache
         self.turns = 0
@@ -139,6 +145,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._sampler = Sampler(seed)
         self._engine = engine
+        self._adapter = adapter
         self._tail: list[int] = []  # the end of the text, as far as a context reaches
         self._unread: list[int] = []  # the last token generated: the cache takes it in with the next turn
         self._is_broken = False
@@ -243,10 +250,11 @@ class Conversation:
     def _row(self, ids: Sequence[int], params: SamplingParams) -> RowState:
         if params.lora_name is not None:
             raise ValueError(
-                f"lora_name is {shown(params.lora_name)}, and a conversation has no adapter; merge it, or write llm.chat"
+                f"lora_name is {shown(params.lora_name)}, and a conversation has the adapter that it is opened with; write "
+                "llm.converse(lora_request=LoRARequest(NAME, 1, FOLDER))"
             )
         before = self._tail[: len(self._tail) - len(self._unread)]
-        return RowState(self.turns, [*before, *ids], params, self._tokenizer, streamed=True)
+        return RowState(self.turns, [*before, *ids], params, self._tokenizer, streamed=True, adapter=self._adapter)
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
         step = self.extent.piece_tokens
@@ -256,7 +264,7 @@ class Conversation:
         """Computes tokens without logits: the run ends before the head."""
         head = len(self._spec.layers) - 1
         block = self._planned.planned(self.extent.block(self.seen, len(piece), 1))
-        rows = [RowState(0, piece, row.params, self._tokenizer)]
+        rows = [RowState(0, piece, row.params, self._tokenizer, adapter=self._adapter)]
         self._engine.run(block, rows, Picker(self._sampler), stop_at=_at(head), stores=self._stores)
         self.seen += len(piece)
 

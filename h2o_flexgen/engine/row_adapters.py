@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.adapters import Adapter, LowRank
+from h2o_flexgen.checkpoints.gguf_adapters import adapter_for
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import did_you_mean, shown
@@ -37,13 +38,12 @@ class RowAdapter:
     working_bytes: int  # that are held while what it adds is made
 
     @classmethod
-    def of(cls, name: str, folder: Path, spec: ModelSpec, names: TensorNames) -> RowAdapter:
-        """Reads a folder. What is no adapter of this model is refused, and what can only be merged."""
-        adapter = Adapter.in_folder(folder)
+    def of(cls, name: str, adapter: Adapter, spec: ModelSpec, names: TensorNames) -> RowAdapter:
+        """What is no adapter of this model is refused, and what can only be merged."""
         known = {bare_name(names.usual(tensor)): tensor for tensor in spec.tensors}
         able, changes = _able(spec), dict[str, LowRank]()
         for module, part in adapter.parts().items():
-            usual = names.usual(f"{module}.weight")
+            usual = adapter.usual(module, names)
             tensor = known.get(bare_name(usual))
             if tensor is None and usual.endswith((*names.of_heads,)):
                 raise adapter.refused(f"changes {module}, which is computed in parts", MERGE)
@@ -117,8 +117,8 @@ class RowAdapters:
             )
         return self.names.index(name) + 1
 
-    def add(self, name: str, folder: str | Path, spec: ModelSpec, names: TensorNames) -> None:
-        """Takes one more. The same folder under a known name is no new one."""
+    def add(self, name: str, folder: str | Path, spec: ModelSpec, names: TensorNames, model: Path | None = None) -> None:
+        """Takes one more. The same folder under a known name is no new one. `model`: its folder or file."""
         place = Path(folder).expanduser()
         known = next((one for one in self._each if one.name == name), None)
         if known is not None:
@@ -129,4 +129,4 @@ class RowAdapters:
             raise ValueError(f"adapter {shown(name)} is one too many; {MOST_ADAPTERS} can be held")
         if spec.vocab > OWN_TOKENS:
             raise ValueError(f"{spec.name} has {spec.vocab} tokens, and adapters of requests need {OWN_TOKENS} at most")
-        self._each.append(RowAdapter.of(name, place, spec, names))
+        self._each.append(RowAdapter.of(name, adapter_for(place, model, name), spec, names))

@@ -81,7 +81,9 @@ class Scorer:
     def __init__(self, rows: Sequence[RowState], tokenizer: Tokenizer, positions: int, on_token: OnToken | None = None) -> None:
         """`rows` have the continuations as forced tokens."""
         wanted, params = pairs_by_text(rows), SamplingParams(max_tokens=1)
-        self.texts = [RowState(place, text, params, tokenizer) for place, text in enumerate(wanted)]  # the rows to be run
+        self.texts = [  # the rows to be run
+            RowState(place, text, params, tokenizer, adapter=adapter) for place, (adapter, *text) in enumerate(wanted)
+        ]
         self.scored: dict[int, Scored] = {}
         self._pairs = [*wanted.values()]  # for each text, the index and continuation of the pairs scored with it
         self._positions = positions  # that get their logits at once
@@ -132,11 +134,11 @@ def _scores(logits: Tensor, wanted: Sequence[_Wanted], start: int) -> tuple[list
 
 
 def pairs_by_text(rows: Sequence[RowState]) -> dict[tuple[int, ...], list[tuple[int, Sequence[int]]]]:
-    """The pairs scored with each text. The last token is not part of the text, as only its score is needed. So one text scores
-    all one-token answers to a question."""
+    """The pairs scored with each text, which the number of its adapter comes before. The last token is not part of the text, as
+    only its score is needed. So one text scores all one-token answers to a question."""
     pairs: defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
     for row in rows:
-        text = (*row.prompt_ids, *row.forced[:-1])
+        text = (row.adapter, *row.prompt_ids, *row.forced[:-1])
         pairs[text].append((row.index, row.forced))
     return pairs
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
-from h2o_flexgen.checkpoints.gguf_format import is_gguf, read_gguf
+from h2o_flexgen.checkpoints.gguf_format import read_gguf
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.environment import cache_folder, folder_of_sockets
@@ -230,12 +230,7 @@ class LoadedModel:
 
     def take_adapter(self, name: str, folder: str | Path) -> None:
         """Takes an adapter that rows may ask for by this name. It is loaded with the weights, or before the next block."""
-        if self.opened.folder is not None and is_gguf(self.opened.folder):
-            raise ValueError(
-                f"adapter {shown(name)} is for matrices as safetensors have them, and {self.opened.folder} is a GGUF file; "
-                "give the model's folder of safetensors, or leave the adapter out"
-            )
-        self.adapters.add(name, folder, self.spec, tensor_names(self.opened.config))
+        self.adapters.add(name, folder, self.spec, tensor_names(self.opened.config), self.opened.folder)
 
     # -- its engine ------------------------------------------------------------------------------------------------------
 

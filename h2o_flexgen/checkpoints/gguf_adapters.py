@@ -1,0 +1,90 @@
+"""Adapters as llama.cpp writes them: a LoRA in a GGUF file, for a model in another one.
+
+Its matrices have the names of the model's tensors in GGUF files, and rows in their order there. The factor is alpha / r, or 1
+where the file says no alpha.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from h2o_flexgen.checkpoints.adapters import LORA, Adapter, LowRank
+from h2o_flexgen.checkpoints.gguf_format import GgufTensor, Metadata, is_gguf, read_gguf
+from h2o_flexgen.checkpoints.named_tensors import IN_BLOCK
+from h2o_flexgen.checkpoints.safetensors_format import FLOATS
+from h2o_flexgen.checkpoints.stored_architecture import ARCHITECTURE, KIND, GgufArchitecture, TensorNames
+from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
+from h2o_flexgen.core.hints import shown
+
+OWN_KIND, OWN_METHOD, ALPHA = "adapter", "adapter.type", "adapter.lora.alpha"
+HALF = re.compile(r"(?P<tensor>.+)\.lora_(?P<half>[ab])")
+
+
+@dataclass(frozen=True)
+class GgufAdapter(Adapter):
+    """An adapter in a file, which stands in the place of a folder."""
+
+    metadata: Metadata = field(kw_only=True)
+    tensors: tuple[GgufTensor, ...] = field(kw_only=True)
+
+    @classmethod
+    def in_file(cls, file: Path) -> GgufAdapter:
+        gguf = read_gguf(file)
+        adapter = cls(file, 1.0, dict(gguf.metadata.values), metadata=gguf.metadata, tensors=gguf.tensors)
+        if (kind := gguf.metadata.text(KIND, "model")) != OWN_KIND:
+            raise adapter.refused(f"is a GGUF file of the type {shown(kind)}, no adapter")
+        if (method := gguf.metadata.text(OWN_METHOD)) != LORA.lower():
+            raise adapter.refused(f"is of the kind {shown(method)}, and only {LORA} can be used")
+        return adapter
+
+    @property
+    def file(self) -> Path:
+        return self.folder
+
+    def usual(self, module: str, names: TensorNames) -> str:
+        inside, own = IN_BLOCK.fullmatch(module), names.gguf
+        self._refuse_other_architecture(own)
+        part = own.tensors.get(inside["part"]) if own is not None and inside is not None else None
+        return module if inside is None or part is None else f"model.layers.{inside['block']}.{part}"
+
+    def _refuse_other_architecture(self, known: GgufArchitecture | None) -> None:
+        found = self.metadata.text(ARCHITECTURE)
+        if known is not None and found not in (known.name, *known.other_names):
+            raise self.refused(f"is for models of the architecture {shown(found)}, and this one is {shown(known.name)}")
+
+    def parts(self) -> dict[str, LowRank]:
+        halves: dict[str, dict[str, StoredTensor]] = {}
+        for tensor in self.tensors:
+            named = HALF.fullmatch(tensor.name)
+            if named is None or tensor.format not in FLOATS.values() or len(tensor.shape) != 2:
+                raise self.refused(f"has the tensor {shown(tensor.name)} ({tensor.format}, {tensor.shape}), no half of a LoRA")
+            stored = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.format, tensor.shape)
+            halves.setdefault(named["tensor"], {})[named["half"]] = stored
+        return {module: self._low_rank(module, both) for module, both in halves.items()}
+
+    def _low_rank(self, module: str, both: Mapping[str, StoredTensor]) -> LowRank:
+        if both.keys() != {"a", "b"}:
+            raise self.refused(f"has only one half of {module}")
+        a, b, alpha = both["a"], both["b"], self.metadata.number(ALPHA, 0.0)
+        if a.shape[0] != b.shape[1]:
+            raise self.refused(f"has halves of the shapes {b.shape} and {a.shape} for {module}")
+        return LowRank(a, b, alpha / a.shape[0] if alpha else 1.0, is_turned=False)
+
+
+def adapter_for(place: Path, model: Path | None, name: str) -> Adapter:
+    """The adapter in a folder, or in a GGUF file. Each is for models of its own form: rows lie in other orders."""
+    of_model = model is not None and is_gguf(model)
+    if of_model and not is_gguf(place):
+        raise ValueError(
+            f"adapter {shown(name)} is for matrices as safetensors have them, and {model} is a GGUF file; give the model's "
+            "folder of safetensors, or the adapter as a GGUF file"
+        )
+    if is_gguf(place) and not of_model:
+        raise ValueError(
+            f"adapter {shown(name)} is a GGUF file, for matrices as these have them, and the model is none; give the folder "
+            "that PEFT has saved, or the model as a GGUF file"
+        )
+    return GgufAdapter.in_file(place) if is_gguf(place) else Adapter.in_folder(place)
