@@ -154,16 +154,16 @@ def test_commands_between_the_turns(talk: Any) -> None:
     assert "all that was said is forgotten" in out
 
 
-@pytest.mark.parametrize("on_host", [0, 100])
+@pytest.mark.parametrize("kept", [0, 100])
 def test_a_talk_says_what_became_of_guesses_and_why_there_are_none(
-    on_host: int, llama: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kept: int, llama: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "turns.txt").write_text("a\n/stats")
     flags = ("--style", "plain", "--dtype", "float32", "--gen-len", 2, "--draft", "ngram", *BYTES)
-    where = ("--percent", 0, on_host, 0, 100, 0, 100, "--offload-dir", offload, "--input", tmp_path / "turns.txt")
+    where = ("--percent", 0, 0, 0, kept, 0, 100, "--offload-dir", offload, "--input", tmp_path / "turns.txt")
     result = called(chat.main, capfd, "--model", llama, *flags, *where)
     assert result.status == 0 and "drafts: no token was guessed" in result.out
-    assert any("--draft ngram guesses nothing: weights rest" in line for line in result.err) == (on_host == 100)
+    assert any("--draft ngram guesses nothing: keys and values move" in line for line in result.err) == (kept == 0)
 
 
 @pytest.mark.parametrize(("on_host", "context", "lines"), [(0, 60, 1), (0, 1, 1), (100, 60, 0)])

@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine import graphs
 from h2o_flexgen.engine.drafts import ALLOWED, GRANTED, PLAIN_FIRST, Drafted, Drafts, Lookup, Worth, _OfRow
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
@@ -26,6 +28,7 @@ from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.kernels import native
+from h2o_flexgen.kv.guesses import Change, Guesses
 from h2o_flexgen.kv.layer_cache import LayerCache
 from h2o_flexgen.planning.footprint import LOOKED_UP_BYTES
 from h2o_flexgen.planning.plan import Plan
@@ -36,7 +39,7 @@ from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
 from tests.engine.test_shrink import fail_at
-from tests.helpers.contract import WITH_STATES, Case, Checkpoints
+from tests.helpers.contract import BY_HEAD, POLICIES, WITH_STATES, Case, Checkpoints
 from tests.test_arrivals import hold_contract as hold_arrivals
 from tests.test_fuzz import check_logprobs, generate, random_case, random_params
 from tests.test_stream import LENGTHS as ARRIVING
@@ -55,7 +58,20 @@ CASES = (
     Case("bloom", ON_DISK, gpu_batch_size=2),
     Case("llama-gqa", ON_DISK, gpu_batch_size=3, policy=(("least_prefix", 4),)),
     Case("llama-gqa", ON_DISK, gpu_batch_size=2, policy=(("least_prefix", 4), ("prefix_policy", "judged"))),
+    *(Case("llama-gqa", ON_DISK, gpu_batch_size=2 + number % 2, policy=policy) for number, policy in enumerate(POLICIES[1:])),
+    Case("qwen3", (50, 0, 100, 0, 100, 0), gpu_batch_size=3, kv_codec="group4", policy=POLICIES[1]),
+    Case("deepseek-v3", ON_DISK, gpu_batch_size=2, policy=POLICIES[10]),
+    Case("gemma3-capped", ON_DISK, gpu_batch_size=2, policy=POLICIES[3]),
+    Case("llama-gqa", ON_DISK, gpu_batch_size=2, policy=BY_HEAD[0]),
+    Case("mistral", ON_DISK, gpu_batch_size=3, policy=(*POLICIES[2], ("positions", "rolling"))),
+    Case("llama-gqa", ON_DISK, gpu_batch_size=2, policy=(*POLICIES[1], ("least_prefix", 4), ("prefix_policy", "judged"))),
+    Case("llama-gqa", ON_DISK, gpu_batch_size=3, policy=(*POLICIES[13], ("least_prefix", 4))),
+    Case("llama-gqa", gpu_batch_size=1, num_gpu_batches=1),  # in memory, where steps without guesses are recorded
+    Case("qwen3", gpu_batch_size=3, kv_codec="group4", policy=POLICIES[1]),
+    Case("gemma3-capped", (50, 0, 100, 0, 100, 0), gpu_batch_size=2),
 )
+WEIGHTS = (0, 0), (0, 0), (50, 0), (30, 30), (100, 0)  # shares in memory; the others are on disk
+LONG_ENOUGH = 5  # tokens of a text of which some are guessed
 Texts = Sequence[Sequence[int]]  # prompts with what rows will say
 Rows = Sequence[tuple[RowState, int]]
 Levels = Callable[[BatchRows, Rows], Any]
@@ -66,8 +82,8 @@ def always() -> Any:
     return patch.object(Worth, "is_there", True)
 
 
-def guessing(texts: Texts, seed: int) -> Any:
-    """A context in which rows guess some tokens that they will say, and then some others."""
+def guessing(texts: Texts, seed: int, tried: list[int] | None = None) -> Any:
+    """A context in which rows guess some tokens that they will say, and then some others. `tried`: gets their numbers."""
     random = Random(seed)
 
     def guess(own: _OfRow, seen: Sequence[int], most: int) -> None:
@@ -75,6 +91,8 @@ def guessing(texts: Texts, seed: int) -> Any:
         right, wrong = random.randrange(6), random.randrange(4)
         told = [*text[len(seen) :][:right], *(random.choice(seen) for _ in range(wrong))]
         own.tokens = told[: max(0, most)]
+        if tried is not None and own.tokens:
+            tried.append(len(own.tokens))
 
     return patch.multiple(_OfRow, guess=guess)
 
@@ -110,12 +128,11 @@ def test_tokens_are_those_of_no_guesses(case: Case, checkpoints: Checkpoints, of
     requests = requests_of(case)
     with case.open(checkpoints, offload) as llm:
         wanted = [found for found, drafted in both_ways(llm, requests) if drafted == Drafted()]
-    with case.open(checkpoints, offload, draft="ngram") as llm, always(), guessing(texts_of(wanted[0]), len(str(case))):
-        is_near = any(width is not None and width < max(LENGTHS) for width in llm.spec.windows)
-        enough = 0 if is_near else 12  # of a window that is full nothing is overwritten
+    texts = [*texts_of(wanted[0]), *texts_of(wanted[1])]  # which differ where running rows alone share what is not evicted
+    with case.open(checkpoints, offload, draft="ngram") as llm, always(), guessing(texts, len(str(case))):
         for (found, drafted), own in zip(both_ways(llm, requests), wanted, strict=True):
             assert said(found) == said(own)
-            assert enough <= drafted.accepted and drafted.proposed >= enough
+            assert drafted.accepted >= 12 and drafted.proposed >= drafted.accepted + 3
 
 
 def test_tokens_are_those_of_the_resident_loop(checkpoints: Checkpoints, offload: Path) -> None:
@@ -131,19 +148,22 @@ def test_tokens_are_those_of_the_resident_loop(checkpoints: Checkpoints, offload
 
 
 def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[str] = ("cpu", "pretended")) -> None:
-    """A random plan says the same with guesses and without. In 8 bits logits have the same bits, too."""
-    random, case = Random(seed), Case("lfm2")
+    """A random plan under which keys and values stay says the same with guesses and without. In 8 bits logits have the same
+    bits, too."""
+    random, case, tried = Random(seed), Case("lfm2"), list[int]()
     while case.kind in WITH_STATES:
         case = random_case(random, devices)
-    percent = (*case.percent[:2], *random.choice([(100, 0), (100, 0), (0, 100)]), *case.percent[4:])
-    case = replace(case, policy=(), percent=percent, gen_len=random.randint(4, 14))
+    percent = (*random.choice(WEIGHTS), 100, 0, *case.percent[4:])
+    lengths = tuple(max(2, length) for length in case.lengths)
+    case = replace(case, percent=percent, lengths=lengths, gen_len=random.randint(6, 14))
     params = [random_params(random, case.gen_len) for _ in case.lengths]
     try:
         with sound() if case.device == CLOCKED else nullcontext():
             wanted, plain = generate(case, params, checkpoints, offload)
-        with sound() if case.device == CLOCKED else nullcontext(), always(), guessing(texts_of(wanted), seed):
-            found, logits = generate(replace(case, policy=(("draft", "ngram"),)), params, checkpoints, offload)
+        with sound() if case.device == CLOCKED else nullcontext(), always(), guessing(texts_of(wanted), seed, tried):
+            found, logits = generate(replace(case, policy=(*case.policy, ("draft", "ngram"))), params, checkpoints, offload)
         assert said(found) == said(wanted)
+        assert tried or max(len(out.token_ids) for one in wanted for out in one.outputs) < LONG_ENOUGH, "nothing was guessed"
         for own, other in zip(found, wanted, strict=True):
             check_logprobs(own, other)
         if case.compute == INT8 and case.device == "cpu" and native.in_use() != TORCH:
@@ -152,7 +172,7 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[s
         raise AssertionError(f"seed {seed}: Case({case})\nparams {params}") from error
 
 
-@pytest.mark.parametrize("seed", [0, 4, 5, 7, 8])  # in the first one nothing is guessed, as in most of the first twelve
+@pytest.mark.parametrize("seed", range(6))
 def test_random_plans_say_the_same(seed: int, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     hold(seed, checkpoints, offload)
 
@@ -224,15 +244,52 @@ def test_drawn_tokens_and_all_that_ends_a_text_are_the_same(folder: Path) -> Non
     assert {one.finish_reason for each in found for one in each.outputs} == {"stop", "length"}
 
 
-def test_a_conversation_goes_on_behind_what_was_guessed(folder: Path) -> None:
+EVICTING = {"kv_policy": "h2o", "heavy": 6, "recent": 6}
+
+
+@pytest.mark.parametrize("policy", [{}, EVICTING])
+def test_a_conversation_goes_on_behind_what_was_guessed(policy: dict[str, Any], folder: Path) -> None:
     said_by: list[list[str]] = []
     turns = ["It was the day, the day, the day", " and the", " so the day, the day"]
     params = [SamplingParams(40, stop=["."], temperature=own) for own in (0, 0.3, 0)]
     for draft in ("off", "ngram"):
-        with demo(folder, gpu_batch_size=1, draft=draft) as llm, always(), llm.converse(200, seed=1) as talk:
+        with demo(folder, gpu_batch_size=1, draft=draft, **policy) as llm, always(), llm.converse(200, seed=1) as talk:
             said_by.append([talk.reply(*each).completion.text for each in zip(turns, params)])
             accepted = talk.drafted.accepted
     assert said_by[0] == said_by[1] and accepted > 5
+
+
+def checked_in_memory(llm: LLM, text: Sequence[int]) -> tuple[list[Tensor], int]:
+    """The logits of a row that guesses a usual number of tokens, of which some are wrong, and how many visits were replayed."""
+    logits: list[Tensor] = []
+    numbers = cycle((4, 0, 8, 4))
+
+    def guess(own: _OfRow, seen: Sequence[int], most: int) -> None:
+        count = next(numbers)
+        told = [*text[len(seen) : len(seen) + count - 1], 3]
+        own.tokens = told if len(told) == count <= most else ()
+
+    with always(), patch.multiple(_OfRow, guess=guess):
+        llm.generate([[*text[:5]]], SamplingParams(60), on_logits=lambda row, step, made: logits.append(made.clone()))
+    assert llm.stats is not None and llm.stats.drafted.accepted > 20
+    return logits, llm.stats.replayed
+
+
+def test_recorded_passes_with_guesses_have_the_bits_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"gpu_batch_size": 1, "percent": (100, 0, 100, 0, 100, 0)}
+    with demo(folder, draft="off", **options) as llm:
+        (wanted,) = llm.generate([[5, 9, 2, 7, 4]], SamplingParams(60))
+        text = [*wanted.prompt_token_ids, *wanted.token_ids]
+    with demo(folder, graphs="off", **options) as llm:
+        plain, none = checked_in_memory(llm, text)
+    with demo(folder, **options) as llm:
+        recorded, many = checked_in_memory(llm, text)
+        monkeypatch.setattr(graphs, "_is_usual", lambda part: False)
+        unrecorded, fewer = checked_in_memory(llm, text)
+    assert len(plain) == len(recorded) == len(unrecorded) == len(wanted.token_ids)
+    assert all(torch.equal(own, one) and torch.equal(own, other) for own, one, other in zip(plain, recorded, unrecorded))
+    if native.in_use() != TORCH:
+        assert none == 0 < fewer < many
 
 
 def test_rows_that_start_again_go_on_where_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +368,54 @@ def reads_logits_one_turn_late(_: Levels) -> Iterator[None]:
         yield
 
 
+def takes_nothing_back(_: Levels) -> Iterator[None]:
+    with patch.object(Guesses, "take_back", lambda self, staying: self._turns.clear()):
+        yield
+
+
+def takes_one_too_many_back(_: Levels) -> Iterator[None]:
+    take_back = Guesses.take_back
+    with patch.object(Guesses, "take_back", lambda self, staying: take_back(self, [count - 1 for count in staying])):
+        yield
+
+
+def takes_the_first_back_first(_: Levels) -> Iterator[None]:
+    take_back = Guesses.take_back
+
+    def turned(self: Guesses, staying: Sequence[int]) -> None:
+        self._turns.reverse()
+        take_back(self, staying)
+
+    with patch.object(Guesses, "take_back", turned):
+        yield
+
+
+def takes_slots_alone_back(_: Levels) -> Iterator[None]:
+    take_back = Change.take_back
+    with patch.object(Change, "take_back", lambda self, row: take_back(replace(self, before=self.noted), row)):
+        yield
+
+
+def takes_notes_alone_back(_: Levels) -> Iterator[None]:
+    take_back = Change.take_back
+    with patch.object(Change, "take_back", lambda self, row: take_back(replace(self, slots=None), row)):
+        yield
+
+
+def takes_the_first_row_back(_: Levels) -> Iterator[None]:
+    take_back = Change.take_back
+    with patch.object(Change, "take_back", lambda self, row: take_back(self, 0)):
+        yield
+
+
+OF_SLOTS = (
+    takes_nothing_back,
+    takes_one_too_many_back,
+    takes_the_first_back_first,
+    takes_slots_alone_back,
+    takes_notes_alone_back,
+    takes_the_first_row_back,
+)
 FAULTS = (
     keeps_what_was_wrong,
     is_at_the_next_position,
@@ -321,14 +426,15 @@ FAULTS = (
 )
 
 
-def test_planted_faults_are_found(checkpoints: Checkpoints, offload: Path) -> None:
-    case = Case("llama-gqa", ON_DISK, LENGTHS[:4], gpu_batch_size=4, num_gpu_batches=1)
+@pytest.mark.parametrize("policy", [(), POLICIES[1]])
+def test_planted_faults_are_found(policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", ON_DISK, LENGTHS[:4], gpu_batch_size=4, num_gpu_batches=1, policy=policy)
     requests = [Request(prompt, SamplingParams(20, temperature=1.0)) for prompt in case.prompts]
     with case.open(checkpoints, offload) as llm:
         wanted = [*llm.generate_stream(requests, seed=2)]
     with case.open(checkpoints, offload, draft="ngram") as llm, always(), guessing(texts_of(wanted), seed=5):
         assert said([*llm.generate_stream(requests, seed=2)]) == said(wanted)
-        for fault in FAULTS:
+        for fault in OF_SLOTS if policy else FAULTS:
             with contextmanager(fault)(BatchRows._steps_at):
                 assert said([*llm.generate_stream(requests, seed=2)]) != said(wanted), fault.__name__
 
@@ -375,6 +481,25 @@ def test_plans_count_what_guesses_are_looked_up_in(folder: Path) -> None:
         assert llm.loaded.planned(talk.extent.workload).footprint.parts[HOST]["drafts"] == 200 * LOOKED_UP_BYTES
 
 
+def test_plans_count_what_guesses_change(folder: Path) -> None:
+    take_back, sizes = Guesses.take_back, list[int]()
+
+    def weighed(self: Guesses, staying: Sequence[int]) -> None:
+        changes = [turn.change for turn in self._turns]
+        there = [own for one in changes for own in (*one.before.tensors, one.slots, one.values) if own is not None]
+        sizes.append(sum(own.nbytes for own in there))
+        take_back(self, staying)
+
+    def guess(own: _OfRow, seen: Sequence[int], most: int) -> None:
+        own.tokens = [5] * min(16, most)
+
+    with demo(folder, num_gpu_batches=1, **EVICTING) as llm, always(), patch.multiple(_OfRow, guess=guess):
+        with patch.object(Guesses, "take_back", weighed):
+            llm.generate([[9] * 40] * 4, SamplingParams(30))
+        planned = llm.check(Workload((40,) * 4, 30)).footprint.parts[HOST]["guesses"]
+    assert 0.9 * planned < max(sizes) <= planned
+
+
 def test_plans_count_logits_of_guesses_but_no_states_of_prefixes_for_them(folder: Path) -> None:
     """Those are kept for log-probabilities of prompts alone."""
 
@@ -385,11 +510,11 @@ def test_plans_count_logits_of_guesses_but_no_states_of_prefixes_for_them(folder
             found = llm.plan_job(job_of(requests, llm.row_maker))
             return found.footprint.parts[HOST], found.blocks.first.block.prefix_room * llm.spec.width * llm.spec.itemsize
 
-    guessing, plain, at_rest = planned(), planned(draft="off"), planned(percent=(0, 100) * 3)
+    guessing, plain, moving = planned(), planned(draft="off"), planned(percent=(0, 100, 0, 0, 0, 100))
     (scored, states), shared = planned(logprobs=1), "shared prefixes"
     assert scored[shared] - states == guessing[0][shared] == plain[0][shared] > 0 and states > 0
     assert guessing[0]["working space"] > plain[0]["working space"]
-    assert at_rest == planned(draft="off", percent=(0, 100) * 3), "nothing is guessed"
+    assert moving == planned(draft="off", percent=(0, 100, 0, 0, 0, 100)), "nothing is guessed"
 
 
 def test_a_row_guesses_more_when_it_is_right_and_rests_when_it_is_wrong() -> None:
@@ -399,7 +524,7 @@ def test_a_row_guesses_more_when_it_is_right_and_rests_when_it_is_wrong() -> Non
         row.guess(text, 100)
         lengths.append(len(row.tokens))
         row.judge(accepted)
-    assert lengths == [4, 8, 16, 16, 16, 5]
+    assert lengths == [4, 8, 16, 16, 16, 8]
     rests = []
     for _ in range(7):
         row.guess(text, 100)
@@ -451,12 +576,7 @@ def test_wrong_guesses_cost_few_seconds_however_dear_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said_why"),
-    [
-        ({"draft": "trees"}, "draft"),
-        ({"draft": "ngram", "kv_policy": "h2o", "heavy": 2, "recent": 2}, "kv_policy 'h2o'"),
-        ({"draft": "ngram", "kv_policy": "local", "recent": 8}, "kv_policy 'local'"),
-        ({"draft": "ngram", "kv_recall": 0.5}, "kv_recall"),
-    ],
+    [({"draft": "trees"}, "draft"), ({"draft": "ngram", "kv_recall": 0.5}, "kv_recall")],
 )
 def test_what_cannot_be_guessed_is_refused_in_one_line(options: dict[str, Any], said_why: str) -> None:
     with pytest.raises(ValueError, match=said_why) as refused:
@@ -470,8 +590,7 @@ def test_models_with_states_are_refused(checkpoints: Checkpoints, offload: Path)
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("percent", [(0, 0, 0, 0, 0, 0), (100, 0, 100, 0, 100, 0)])
-def test_nothing_is_guessed_where_a_pass_fewer_moves_no_less(percent: tuple[float, ...], folder: Path) -> None:
-    with demo(folder, percent=percent) as llm, always():
+def test_nothing_is_guessed_where_keys_and_values_move(folder: Path) -> None:
+    with demo(folder, percent=(0, 0, 0, 0, 0, 0)) as llm, always():
         llm.generate(["the day, the day, the day, the day,"], SamplingParams(10))
         assert llm.stats is not None and llm.stats.drafted == Drafted()

@@ -116,14 +116,9 @@ def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:
 
 def unguessed_reason(first: BlockPlan) -> Iterator[str]:
     """The reason that no token is guessed where drafts are asked for."""
-    plan, traffic = first.plan, first.schedule.traffic
-    if plan.draft == OFF or first.guesses_any:
-        return
-    if any(map(traffic.moves_weights, range(traffic.layers))):
+    if first.plan.draft != OFF and not first.guesses_any:
         why, mending = "keys and values move, so that guesses would move more", "keep all KV in memory, or leave it out"
-    else:
-        why, mending = "weights rest in memory, so that a pass fewer moves no less", "leave it out"
-    yield f"--draft {plan.draft} guesses nothing: {why}; {mending}"
+        yield f"--draft {first.plan.draft} guesses nothing: {why}; {mending}"
 
 
 def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:

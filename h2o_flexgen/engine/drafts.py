@@ -13,11 +13,13 @@ from functools import reduce
 from typing import NamedTuple
 
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.planning.working_space import GUESSED_AT_ONCE
 
 LOOKED_UP = (4, 3, 2)  # the last tokens of a text, which are looked for in it
-FEWEST, MOST = 4, 16  # tokens of a row that are guessed at once, where there is room: as long as nothing is known, and at most
+FEWEST = min(GUESSED_AT_ONCE)
 LONGEST_REST = 32  # passes of a row without a guess
 PLAIN_FIRST = 2  # passes without guesses that are timed before any guess
+TO_RECORD = 1  # more of these, where passes are recorded: the others are slower
 TRIED_FIRST = 2  # passes with guesses that are timed before it is judged what these cost
 FREE = 0.02  # of the seconds of a pass, which are nothing
 GRANTED, ALLOWED = 0.5, 0.01  # of a pass, and of the seconds of all passes, which wrong guesses may cost
@@ -94,7 +96,8 @@ class _OfRow:
         unless wrong ones cost nothing."""
         if accepted:
             self.misses = 0
-            self.length = min(MOST, 2 * self.length) if accepted == len(self.tokens) else max(FEWEST, accepted)
+            wanted = 2 * self.length if accepted == len(self.tokens) else accepted
+            self.length = next((length for length in GUESSED_AT_ONCE if length >= wanted), GUESSED_AT_ONCE[-1])
         else:
             self.length, self.misses = FEWEST, self.misses + 1
             self.rest = 0 if is_free else min(LONGEST_REST, 2**self.misses - 1)
@@ -106,7 +109,8 @@ class Worth:
     passes themselves, since it is that of this plan on this machine beside whatever else it does. Seconds that wrong guesses
     have cost, and right ones have not brought back, stay few beside those of all passes."""
 
-    plain_seconds: float = 0.0  # a mean of passes without guesses
+    plain_first: int = PLAIN_FIRST
+    plain_seconds: float = 0.0  # a mean of passes without guesses; of the first ones, the quickest
     plain_passes: int = 0
     extra_seconds: float = 0.0  # a mean of what passes with guesses took more
     tried_passes: int = 0
@@ -118,7 +122,9 @@ class Worth:
         self.all_seconds += seconds
         if not tried:
             self.plain_passes += 1
-            self.plain_seconds = _mean(self.plain_seconds, seconds, self.plain_passes)
+            is_first = self.plain_passes <= self.plain_first
+            quickest = min(seconds, self.plain_seconds or seconds)
+            self.plain_seconds = quickest if is_first else _mean(self.plain_seconds, seconds, self.plain_passes)
             return
         self.tried_passes += 1
         extra = seconds - self.plain_seconds
@@ -133,7 +139,7 @@ class Worth:
     @property
     def is_there(self) -> bool:
         allowed = GRANTED * self.plain_seconds + ALLOWED * self.all_seconds
-        return self.plain_passes >= PLAIN_FIRST and self.debt <= allowed
+        return self.plain_passes >= self.plain_first and self.debt <= allowed
 
 
 def _mean(before: float, newest: float, count: int) -> float:
@@ -144,12 +150,13 @@ def _mean(before: float, newest: float, count: int) -> float:
 class Drafts:
     """The guesses of the rows of a batch."""
 
-    def __init__(self, most: int, clock: Clock = time.perf_counter) -> None:
-        """`most`: tokens of all rows in a pass that are guessed, or taken otherwise behind the newest ones."""
+    def __init__(self, most: int, is_recorded: bool = False, clock: Clock = time.perf_counter) -> None:
+        """`most`: tokens of all rows in a pass that are guessed, or taken otherwise behind the newest. `is_recorded`: passes
+        become quicker once they are recorded."""
         self._most = most
         self._clock = clock
         self._rows: dict[int, _OfRow] = {}  # by their places in the workload
-        self._worth = Worth()
+        self._worth = Worth(PLAIN_FIRST + TO_RECORD * is_recorded)
         self._begun: float | None = None  # when the pass that is computed began, if it is one of steps alone
         self.drafted = Drafted()
 

@@ -53,7 +53,7 @@ from h2o_flexgen.models.new_tokens import Attend
 from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.planning.working_space import positions_at_once
 from h2o_flexgen.schedule.ops import Lanes, Op, Task, Visit, longest_by_kind, sum_by_kind
 from h2o_flexgen.schedule.schedule import Schedule
@@ -480,11 +480,12 @@ class Engine:
         there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back, masks
         spares = planned.schedule.traffic.spares_passes(place)
         room = self._room_of_pass(batch, planned.schedule.traffic.moves_hidden(place))
-        drafts = Drafts(room - batch.size) if planned.guesses(place) else None
+        drafts = Drafts(room - batch.size, self._plan.graphs != OFF) if planned.guesses(place) else None
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there, drafts, spares)
         most_ahead = 0 if drafts is None else max(0, room // batch.size - 1)
-        return BatchRows(batch, [rows[row] for row in batch.rows], *there, drafts, most_ahead)
+        own = [rows[row] for row in batch.rows]
+        return BatchRows(batch, own, *there, drafts, most_ahead, spares and drafts is not None)
 
     def _room_of_pass(self, batch: Batch, moves_hidden: bool) -> int:
         """The tokens of a batch for which a pass has room, and the head: as many as there is room for where prompts are read,
@@ -645,7 +646,7 @@ class Engine:
             weights.forget_decoded()
             if cache is not None:
                 cache.forget_replaced()
-            attend = None if cache is None else partial(cache.attend, part.levels)
+            attend = None if cache is None else _attends(cache, part)
             overwrites = self._spec.layers[visit.layer].overwrites  # the states lie where nothing else needs them
             given = Kept(attend, RowStates(states.by_name))
             made = self._computed(visit, part, hidden, given, may_overwrite=overwrites, chosen=chosen)
@@ -680,7 +681,7 @@ class Engine:
             return partial(state.asked.ask, visit.batch, cache, part.levels)
         is_all = len(state.rows[visit.batch].parts) == 1
         own = cache if is_all else _cache_of(part, cache)
-        return partial(own.attend_in_turn, part.levels, part.ahead) if part.ahead else partial(own.attend, part.levels)
+        return _attends(own, part)
 
     def _layer(
         self,
@@ -779,6 +780,10 @@ def _states_of(visit: Visit, opened: OpenStates, prefixes: PrefixStore, part: Ro
             one.zero_()
     begin_behind(own.in_full, ((prefix.group, rows) for prefix, rows in part.now.groups), at_the_end_of)
     return own
+
+
+def _attends(cache: LayerCache, part: RowsPart) -> Attend:
+    return partial(cache.attend_in_turn, part.levels, part.ahead) if part.ahead else partial(cache.attend, part.levels)
 
 
 def _cache_of(part: RowsPart, cache: LayerCache) -> LayerCache:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,8 +28,10 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.engine.executor import Past
 from h2o_flexgen.engine.rows import BatchRows, RowsPart
 from h2o_flexgen.kernels.recording import CannotBeRecorded, Program
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import ON, Plan
+from h2o_flexgen.planning.working_space import GUESSED_AT_ONCE
 from h2o_flexgen.schedule.ops import Task, Visit
 
 
@@ -99,6 +101,9 @@ class GraphPlace(NamedTuple):
     states: int = 0
 
 
+Ahead: TypeAlias = "tuple[tuple[int, int], ...]"  # for calls of attention beside the step's own: a row, and its tokens
+
+
 class Kind(NamedTuple):
     """What graphs of a batch depend on besides addresses."""
 
@@ -109,6 +114,7 @@ class Kind(NamedTuple):
     shared: tuple[SharedPrefix | None, ...]  # what each row shares with others
     prefixes: tuple[int, ...]  # where that lies
     adapters: tuple[int, ...]  # of each row
+    ahead: Ahead  # of tokens that are guessed
 
     @classmethod
     def of(cls, rows: BatchRows, where: Where) -> Kind:
@@ -116,7 +122,8 @@ class Kind(NamedTuple):
         now, slots = part.now, [level.slots for level in part.levels]
         evicts, stores = tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots)
         shared = now.prefixes, where(rows.prefixes) if now.prefixes else ()
-        return cls(rows.generation, rows.size, evicts, stores, *shared, part.adapters)
+        ahead = tuple((one.rows.start, one.levels[0].rows) for one in part.ahead)
+        return cls(rows.generation, rows.size, evicts, stores, *shared, part.adapters, ahead)
 
     def is_like(self, other: Kind) -> bool:
         """Whether other rows have the same work, if none shares a prefix."""
@@ -156,8 +163,8 @@ class _Batch:
     @classmethod
     def of(cls, kind: Kind, part: RowsPart, before: _Batch | None) -> _Batch:
         """`before`: the batch with the rows that it had before."""
-        levels = tuple(replace(now, table=now.table.clone()) for now in part.levels)
-        batch = cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
+        ahead = tuple(one._replace(levels=_staying(one.levels)) for one in part.ahead)
+        batch = cls(kind, part, replace(part, levels=_staying(part.levels), tokens=part.tokens.clone(), ahead=ahead))
         if batch.part.adapted is not None:
             batch.part.adapted.make_ready()
         if before is not None and before.kind.is_like(kind):
@@ -166,9 +173,10 @@ class _Batch:
 
     def _make_ready(self, before: _Batch) -> None:
         """Makes the tensors that stay, as they were made for other rows of this batch, so that layers are captured at once."""
-        for own, known in zip(self.part.levels, before.part.levels, strict=True):
+        for own, known in zip(_steps_of(self.part), _steps_of(before.part), strict=True):
             own.make_as_in(known)
-        shapes = {shape: torch.Size((self.kind.rows, *shape[1:])) for shape in before.hidden}
+        _ = self.part.positions  # where tokens are ahead, torch joins them
+        shapes = {shape: torch.Size((len(self.part.tokens), *shape[1:])) for shape in before.hidden}
         self.hidden = {own: before.hidden[shape].new_empty(own) for shape, own in shapes.items()}
         self.ends = {layer: self.hidden[shapes[end.shape]] for layer, end in before.ends.items()}
         self.eager, self.ready = Counter(before.eager), set(before.ends)
@@ -177,8 +185,10 @@ class _Batch:
         """Takes the tokens and numbers of another step."""
         if part is not self.source:
             self.part.tokens.copy_(part.tokens)
-            for own, now in zip(self.part.levels, part.levels, strict=True):
+            for own, now in zip(_steps_of(self.part), _steps_of(part), strict=True):
                 own.follow(now)
+            if part.ahead:
+                self.part.positions.copy_(part.positions)
             self.source = part
 
     def put(self, hidden: Tensor) -> Tensor:
@@ -191,6 +201,14 @@ class _Batch:
         return there
 
 
+def _staying(levels: Sequence[KVStep]) -> tuple[KVStep, ...]:
+    return tuple(replace(now, table=now.table.clone()) for now in levels)
+
+
+def _steps_of(part: RowsPart) -> list[KVStep]:
+    return [*part.levels, *(now for one in part.ahead for now in one.levels)]
+
+
 class StepGraphs:
     def __init__(self, device: Device, is_asked: bool, rests: Callable[[int, int], bool], where: Where) -> None:
         """`is_asked`: a layer that cannot be captured is an error; otherwise it is computed without graphs. `rests`: whether
@@ -199,7 +217,8 @@ class StepGraphs:
         self._is_asked = is_asked
         self._rests = rests
         self._where = where
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, _Batch] = {}  # the present ones
+        self._known: dict[tuple[int, Ahead], _Batch] = {}
         self.replayed = 0  # COMPUTEs
         self.given_up: str | None = None  # why nothing is captured any more
         self.refused: dict[int, str] = {}  # layer -> why it was computed without a graph
@@ -213,10 +232,12 @@ class StepGraphs:
         return cls(device, plan.graphs == ON, rests, where) if device.captures and may else None
 
     def take(self, rows: BatchRows) -> bool:
-        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, with a token of each. On an
-        accelerator no row may have an adapter."""
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all of them, with a token of each; or of one
+        row on a CPU, with guesses of a usual number. On an accelerator no row may have an adapter."""
         (part, *others) = rows.parts
-        if others or part.now.is_prefill or part.ahead or self.given_up is not None:
+        if others or part.now.is_prefill or self.given_up is not None:
+            return False
+        if part.ahead and (self._device.accelerator or not _is_usual(part)):
             return False
         is_beside = bool(part.adapters) and self._device.accelerator
         self.met_adapters |= is_beside
@@ -258,12 +279,15 @@ class StepGraphs:
         return self._replay(batch, place, visit)
 
     def _batch(self, number: int, rows: BatchRows) -> _Batch:
-        kind, known = Kind.of(rows, self._where), self._batches.get(number)
+        kind = Kind.of(rows, self._where)
+        known = self._known.get((number, kind.ahead))
         if known is None or known.kind != kind:
             if known is not None and known.graphs:
                 self._device.settle()  # before graphs go, none of them may be under way
-            self._batches[number] = _Batch.of(kind, rows.parts[0], None if self._device.accelerator else known)
-        return self._batches[number]
+            known = _Batch.of(kind, rows.parts[0], None if self._device.accelerator else known)
+            self._known[number, kind.ahead] = known
+        self._batches[number] = known
+        return known
 
     def _capture(self, batch: _Batch, place: GraphPlace, hidden: Tensor | None, work: LayerWork) -> None:
         try:
@@ -328,6 +352,11 @@ class StepGraphs:
         while self._rests(last + 1, number) and last + 1 not in batch.refused:
             last += 1
         return range(first, last + 1)
+
+
+def _is_usual(part: RowsPart) -> bool:
+    """Whether tokens are ahead of one row, in a number for which it is worth to keep graphs, and nothing is taken back."""
+    return part.now.rows == 1 and len(part.tokens) - 1 in GUESSED_AT_ONCE and all(one.of_one for one in part.ahead)
 
 
 def _do(afterwards: Sequence[Afterwards], visit: Visit) -> None:

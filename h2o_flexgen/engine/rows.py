@@ -43,6 +43,7 @@ class TokensAhead(NamedTuple):
     rows: slice  # their places in the batch
     levels: tuple[KVStep, ...]  # the step of these tokens alone, each as a row
     of_one: bool = False  # several of one row, of which each is attended by those behind it
+    number: int | None = None  # of guesses, for which slots may be given up: how many others lie between them and the newest
 
 
 class RowRange(NamedTuple):
@@ -132,12 +133,15 @@ class BatchRows:
         masks: MaskMaker | None = None,
         drafts: Drafts | None = None,
         most_ahead: int = 0,
+        runs_ahead: bool = False,
     ) -> None:
         """`policies`: of each level of KV heads. `masks`: of rows that are held to something; otherwise none may be. `drafts`:
-        if tokens are guessed. `most_ahead`: tokens of each row for which a step has room beside the newest."""
+        if tokens are guessed. `most_ahead`: tokens of each row for which a step has room beside the newest. `runs_ahead`: rows
+        take those that must come without asking the model."""
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
         self.held_before: tuple[int, ...] = ()  # slots in use when the rows last moved up, in the heads of each level
+        self.staying: Sequence[int] = ()  # by the place of a row in the last pass: tokens behind its newest that count
         self.last_step: int | None = None  # known once all rows are finished and no more come
         self._batch = batch  # the living rows
         self._rows = list(rows)
@@ -152,6 +156,7 @@ class BatchRows:
         self._drafts = drafts
         self._attended_at_once = attended_together(batch.size, drafts is not None)
         self._most_ahead = most_ahead
+        self._runs_ahead = runs_ahead
         self._slots = dict[int, Sequence[Occupancy]]()  # of each row, at each level, where rows are at steps of their own
         if drafts is not None and batch.seats is None:
             self._slots = {row.row: self._occupancies_of(batch.only([place])) for place, row in enumerate(rows)}
@@ -354,14 +359,16 @@ class BatchRows:
         that starts again is given the tokens it had, and listeners do not get them again. Behind its token a row takes those
         of its guess that are picked anyway, and those that must follow, unless a listener is to have their logits."""
         growing = self.growing()
+        first = self._first_steps()
         rows = self._rows if len(growing) == len(self._rows) else [self._rows[place] for place in growing]
         pick = partial(self._pick, sampler=sampler, on_token=on_token, on_logits=on_logits)
         self._newest = pick(rows, logits[: len(rows)], self._masks)
         count = len(rows) + self._try_on(logits[len(rows) :], pick)
-        if self._most_ahead and on_logits is None:
+        if self._runs_ahead and on_logits is None:
             count += sum(self._run_ahead(rows, place, on_token) for place, row in enumerate(rows) if row.constraint is not None)
         if count > len(rows) and self._drafts is not None:
             self._newest = self._uploaded(torch.tensor([row.seen[-1 - row.ahead] for row in rows]))
+        self.staying = [now - before - 1 for now, before in zip(self._first_steps(), first)]
         self._drop(step, growing)
         return count
 
@@ -461,8 +468,8 @@ class BatchRows:
         """The step of rows that are each at a step of their own, with what they have taken ahead, and what is guessed behind
         it. All rows that there are stay."""
         if self._drafts is not None:
-            self._drafts.propose(self._rows, [*map(self._most_guessed, self._rows)])
-        first, more = [row.num_generated - row.ahead for row in self._rows], [*map(self._behind_newest, self._rows)]
+            self._drafts.propose(self._rows, [self._most_ahead - row.ahead for row in self._rows])
+        first, more = self._first_steps(), [*map(self._behind_newest, self._rows)]
         levels, most = self._steps_at([*zip(self._rows, first)]), max(map(len, more))
         adapters = adapters_of(self._rows)
         if not most:
@@ -470,7 +477,7 @@ class BatchRows:
         ahead, tokens, places = list[TokensAhead](), list[int](), [[place] for place in range(len(more))]
         for group in self._grouped([*map(len, more)]):
             levels_ahead = self._steps_at([(self._rows[place], first[place] + turn + 1) for place, turn in group.tokens])
-            ahead.append(TokensAhead(group.rows, levels_ahead, group.of_one))
+            ahead.append(TokensAhead(group.rows, levels_ahead, group.of_one, group.number))
             for place, turn in group.tokens:
                 places[place].append(len(more) + len(tokens))
                 tokens.append(more[place][turn])
@@ -478,13 +485,18 @@ class BatchRows:
         own = tuple(map(tuple, places))
         return RowsPart(staying, levels, all_tokens[:, None], ahead=tuple(ahead), places=own, adapters=adapters)
 
+    def _first_steps(self) -> list[int]:
+        """The step of each row in which its next pass begins."""
+        return [row.num_generated - row.ahead for row in self._rows]
+
     def _grouped(self, more: Sequence[int]) -> Sequence[_Group]:
         """Tokens that are attended in one call, for so many of each row: those of a row where all is kept and attended, or else
         those that rows have in one turn. The fewer calls, the better, but none has more tokens than the plan has room for."""
+        certain = [row.ahead for row in self._rows]
         in_turn = [
-            _Group(rows, [(place, turn) for place in range(rows.start, rows.stop)], False)
+            _Group(rows, [(place, turn) for place in range(rows.start, rows.stop)], False, turn if is_guess else None)
             for turn in range(max(more))
-            for rows in _neighbours([turn < count for count in more])
+            for is_guess, rows in _neighbours([turn >= known if turn < count else None for count, known in zip(more, certain)])
         ]
         by_row = [
             _Group(
@@ -496,11 +508,6 @@ class BatchRows:
             for start in range(0, count, self._attended_at_once)
         ]
         return by_row if len(by_row) < len(in_turn) and all(policy.attends_all for policy in self._policies) else in_turn
-
-    def _most_guessed(self, row: RowState) -> int:
-        """The most tokens of a row that may be taken back: nothing is evicted for them, of what a window holds either."""
-        free = min(own.budgets[0].slots - own.taken_in[0] for own in self._slots[row.row]) - row.num_generated
-        return min(free, self._most_ahead - row.ahead)
 
     def _behind_newest(self, row: RowState) -> Sequence[int]:
         """The tokens of a row that are computed behind its newest: those taken ahead, and those that are guessed."""
@@ -542,15 +549,16 @@ class _Group(NamedTuple):
     rows: slice  # their places in the batch
     tokens: Sequence[tuple[int, int]]  # the place of each row, and which of its tokens behind the newest it is
     of_one: bool
+    number: int | None = None  # of guesses, as in `TokensAhead`
 
 
-def _neighbours(are_meant: Sequence[bool]) -> Iterator[slice]:
-    """The ranges of neighbouring places that are meant."""
+def _neighbours(kinds: Sequence[bool | None]) -> Iterator[tuple[bool, slice]]:
+    """The ranges of neighbouring places of a kind. None is no kind."""
     start = 0
-    for is_meant, own in groupby(are_meant):
+    for kind, own in groupby(kinds):
         count = len([*own])
-        if is_meant:
-            yield slice(start, start + count)
+        if kind is not None:
+            yield kind, slice(start, start + count)
         start += count
 
 

@@ -70,7 +70,7 @@ class SeatedRows(BatchRows):
         drafts: Drafts | None = None,
         runs_ahead: bool = False,
     ) -> None:
-        """`runs_ahead`: rows take tokens that must come without asking the model, and those that are guessed."""
+        """`runs_ahead`: rows take tokens that must come without asking the model."""
         self._place = place
         self._prefixes = prefixes
         self._copies = plan.copies_prefixes
@@ -78,8 +78,8 @@ class SeatedRows(BatchRows):
         self._prefill_tokens = plan.prefill_tokens
         self._shared: dict[int, SharedPrefix | None] = {}  # what each row shares
         self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
-        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back, masks, drafts)
-        self._most_ahead = self._room_ahead() if runs_ahead else 0
+        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back, masks, drafts, 0, runs_ahead)
+        self._most_ahead = self._room_ahead() if runs_ahead or drafts is not None else 0
         if not self._rows:
             self.last_step = 0  # no row came
 

@@ -7,7 +7,7 @@ evicts has scores beside it. Slots are moved as they are stored, since encoding 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from h2o_flexgen.kernels.operations import (
     take_rows,
     take_slots,
 )
+from h2o_flexgen.kv.guesses import Change
 from h2o_flexgen.kv.judges import Held, Judge, Written
 from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
 from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo, attention_of
@@ -85,6 +86,7 @@ class KVCache:
         self.image = image  # (sets, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
+        self.note_change: Callable[[Change], None] | None = None  # of a step that may be taken back
         self._scores = scores
         self._index = index
         self.choice = ChosenSlots() if choice is None else choice
@@ -409,10 +411,17 @@ class KVCache:
         else:
             out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:
-            self.replaced = scores.evict(now, image, got)
+            self.replaced = self._evict(now, image, scores, got)
         if self.replaced is None and now.slots.stores_singly:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)
+
+    def _evict(self, now: KVStep, image: Tensor, scores: SlotScores, got: Tensor | None) -> Tensor | None:
+        if self.note_change is None:
+            return scores.evict(now, image, got)
+        change = Change.by(now, image, scores, got)
+        self.note_change(change)
+        return change.slots
 
     def _append(
         self, now: KVStep, q: Tensor, k: Tensor, v: Tensor | None, rotation: Rotation | None, worth: Tensor | None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.operations import put_rows, take_rows
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
+from h2o_flexgen.kv.guesses import Guesses
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation, by_kv_head, picked
 from h2o_flexgen.policies.levels import Level
@@ -47,10 +48,11 @@ class OnlyChosen(Exception):
 
 
 class LayerCache:
-    def __init__(self, heads: HeadsOfLayer, caches: Sequence[KVCache]) -> None:
-        """`caches`: one for each level that the layer has heads of."""
+    def __init__(self, heads: HeadsOfLayer, caches: Sequence[KVCache], guesses: Guesses | None = None) -> None:
+        """`caches`: one for each level that the layer has heads of. `guesses`: what guessed tokens change is noted there."""
         self._heads = heads
         self._caches = caches
+        self._guesses = guesses
         self.prefixes: Mapping[int, LayerCache] = {}  # what rows share, each with one row that has all of it
 
     def attend(self, now: Steps, tokens: NewTokens) -> Tensor:
@@ -70,17 +72,27 @@ class LayerCache:
         cache.choose(now[level], tokens)
         raise OnlyChosen
 
-    def attend_in_turn(self, now: Steps, ahead: Sequence[tuple[slice, Steps, bool]], tokens: NewTokens) -> Tensor:
+    def attend_in_turn(self, now: Steps, ahead: Sequence[tuple[slice, Steps, bool, int | None]], tokens: NewTokens) -> Tensor:
         """A decode step, and behind it tokens that follow the newest ones of some rows, each as in a later step; or several of
-        one row. What rows hold afterwards, and what each token has seen, is what it would be with a pass for each token."""
+        one row. What rows hold afterwards, and what each token has seen, is what it would be with a pass for each token. What
+        guessed ones change is noted: their number is not None."""
         start = now[0].rows
-        out = [self.attend(now, tokens.of_rows(slice(start)))]
-        for rows, own, of_one in ahead:
+        first = self.attend(now, tokens.of_rows(slice(start)))
+        out = first.new_empty(len(tokens.q), *first.shape[1:])
+        out[:start] = first
+        for rows, own, of_one, number in ahead:
             end = start + own[0].rows
             there = self.repeated(rows.start, own[0].rows) if of_one else self.part(rows)
-            out.append(there.attend(own, tokens.of_rows(slice(start, end))))
+            if number is not None:
+                there._note_changes(rows, number, self._guesses)
+            out[start:end] = there.attend(own, tokens.of_rows(slice(start, end)))
             start = end
-        return torch.cat(out)
+        return out
+
+    def _note_changes(self, rows: slice, number: int, guesses: Guesses | None) -> None:
+        assert guesses is not None, "nothing is noted of what guesses change here"
+        for cache in self._caches:
+            cache.note_change = guesses.noting(rows, number)
 
     def share(self, prefixes: Mapping[int, LayerCache]) -> None:
         """Sets the prefixes that rows share now."""
@@ -90,7 +102,7 @@ class LayerCache:
 
     def part(self, rows: slice) -> LayerCache:
         """The cache of some of the rows."""
-        return LayerCache(self._heads, [cache.part(rows) for cache in self._caches])
+        return LayerCache(self._heads, [cache.part(rows) for cache in self._caches], self._guesses)
 
     def repeated(self, row: int, times: int) -> LayerCache:
         """The cache of one row as that of several, for tokens that it takes one behind the other."""

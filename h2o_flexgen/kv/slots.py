@@ -113,6 +113,9 @@ class SlotScores:
         scores, worth = (None if noted is None else change(noted) for noted in (self.scores, self.worth))
         return SlotScores(self.policy, change(self.positions), scores, worth)
 
+    def copied_as_it_is(self) -> SlotScores:
+        return self._each(Tensor.clone)
+
     def copy_row(self, target: int, source: int) -> None:
         for tensor in self.tensors:
             tensor[target] = tensor[source]

@@ -117,8 +117,8 @@ class BlockPlan:
         return PromptPlaces(layout.of_rows(max(part.size for part in parts)), min(2, sum(parts.values())))
 
     def guesses(self, batch: int) -> bool:
-        """Whether tokens of a batch are guessed: only where a pass fewer moves less."""
-        return self.plan.draft != OFF and self.schedule.traffic.spares_passes(batch)
+        """Whether tokens of a batch are guessed: only where keys and values stay."""
+        return self.plan.draft != OFF and self.schedule.traffic.takes_several(batch)
 
     @property
     def guesses_any(self) -> bool:

@@ -33,7 +33,7 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import KVRooms, StateRooms
 from h2o_flexgen.planning.placement import Place, layers_by_tiers
-from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
+from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, guesses_bytes, loading_bytes
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -103,6 +103,8 @@ def _parts(planned: BlockPlan, whole: BlockPlan, site: Site, scored_at_once: int
         parts[compute]["adapters"] = adapters
     if drafts := _draft_bytes(whole):
         parts[HOST]["drafts"] = drafts
+    if guesses := sum(guesses_bytes(planned, place) for place in _guessing(whole)):
+        parts[compute]["guesses"] = guesses
     parts[HOST]["disk buffers"] = _disk_buffers(planned, site)
     return {tier: dict(held) for tier, held in parts.items()}
 
@@ -245,9 +247,14 @@ def _prefix_bytes(planned: BlockPlan, scored_at_once: int) -> int:
     return region_bytes(PrefixLayout.of(spec, tokens, planned.plan.prefix_note_bytes).nbytes) + tokens * hidden
 
 
+def _guessing(planned: BlockPlan) -> Iterator[int]:
+    """The batches of which tokens are guessed."""
+    return (place for place in range(len(planned.block.batches)) if planned.guesses(place))
+
+
 def _draft_bytes(planned: BlockPlan) -> int:
     """Bytes of what rows look their guesses up in: their own prompts and texts."""
-    guessing = [batch for place, batch in enumerate(planned.block.batches) if planned.guesses(place)]
+    guessing = (planned.block.batches[place] for place in _guessing(planned))
     return LOOKED_UP_BYTES * sum(batch.size * batch.longest_text(planned.block.gen_len) for batch in guessing)
 
 

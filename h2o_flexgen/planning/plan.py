@@ -189,7 +189,7 @@ class Plan:
         Choice(DRAFTS),
         "",
         f"{NGRAM}: tokens are guessed from what came behind the same ones before, in a row's own prompt and text, and several "
-        "are checked in a pass; tokens stay the same; it is for weights that move, and keys and values that all stay in place",
+        "are checked in a pass; tokens stay the same; keys and values must stay in place; it brings most where weights move",
     )
     schedule: str = option(
         "zigzag",
@@ -243,21 +243,12 @@ class Plan:
         self._refuse_what_a_pipeline_cannot()
         if self.copies_prefixes and self.shares_prefixes:
             self.refuse_to_recall(f"prefix_policy {JUDGED!r}, which is for policies that evict", f"take {PINNED!r}")
-        self._refuse_drafts_of_policies()
+        if self.draft != OFF:
+            self.refuse_to_recall(f"draft {self.draft!r}", "leave draft out")
         if self.policy.echoes and self.copies_prefixes and self.shares_prefixes:
             raise ValueError(
                 f"kv_policy {self.kv_policy!r} judges a prompt by its own echo, so prefix_policy {JUDGED!r} cannot judge what "
                 f"others read before; take {PINNED!r}, or shared_prefixes=False"
-            )
-
-    def _refuse_drafts_of_policies(self) -> None:
-        if self.draft == OFF:
-            return
-        self.refuse_to_recall(f"draft {self.draft!r}", "leave draft out")
-        if not self.policy.keeps_all:
-            raise ValueError(
-                f"draft {self.draft!r} takes tokens back, and kv_policy {self.kv_policy!r} may have evicted others for them; "
-                f"leave draft out, or take kv_policy {Full.name!r}"
             )
 
     def _refuse_heads_without_share(self) -> None:

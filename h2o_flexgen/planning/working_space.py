@@ -58,6 +58,7 @@ NUMBER_BYTES = 8  # of a slot
 CHOICES, MARK_BYTES = 2, 3  # choices that are kept beside a new one; bytes of marks for a slot that is wanted from disk
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
+GUESSED_AT_ONCE = 4, 8, 16  # tokens of a row; passes of one row with so many are recorded
 AHEAD_TOGETHER = 8  # tokens of a row behind its newest that are attended in one call, where tokens are guessed
 BROUGHT = 3  # times the values of a key, of two values of a head, and of what a token has to do with others of its chunk
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
@@ -94,6 +95,22 @@ def attended_together(rows: int, guesses: bool) -> int:
     return max(rows, AHEAD_TOGETHER) if guesses else rows
 
 
+def guesses_bytes(planned: BlockPlan, batch: int) -> int:
+    """Bytes of what the guesses of a batch change in the slots of heads that evict, until they are known to be right: the slots
+    that they take over, and all that is noted beside keys and values. Room for the slots of a layer, of a value each, is there
+    while it is found which of them go."""
+    size, plan = planned.block.batches[batch].size, planned.plan
+    tokens = min(size * GUESSED_AT_ONCE[-1], positions_at_once(plan, planned.spec.vocab) - size)
+    kept = passing = 0
+    for number, (level, spec) in enumerate(zip(planned.levels, planned.kv.specs)):
+        if not level.policy.keeps_all:
+            slots = planned.kv.occupancies[number][batch].capacity
+            of_head = slots * level.policy.score_bytes + spec.kv_bytes_per_head + NUMBER_BYTES
+            kept += tokens * of_head * sum(map(len, level.heads))
+            passing = max(passing, size * slots * planned.kv.most_heads(number) * spec.kv_sets * spec.itemsize)
+    return max(0, kept) + passing
+
+
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int, guesses: bool = False) -> int:
     spec, plan, batches = planned.spec, planned.plan, planned.block.batches
     slots = ([level.capacity for level in levels] for levels in zip(*planned.kv.occupancies))
@@ -105,8 +122,8 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int, gue
     most = max(working_bytes(planned.kv, at, plan, site, scored_at_once, moves[at], guesses) for at in kinds.values())
     has_graphs = plan.may_capture(site.graph_bytes) if site.accelerator else plan.may_record and site.processor.build != TORCH
     if has_graphs:
-        of_graphs = max(graph_bytes(planned.kv, at, plan, site) for at in kinds.values())
-        of_graphs += (site.graph_bytes or GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned)
+        of_graphs = max(graph_bytes(planned.kv, at, plan, site, guesses) for at in kinds.values())
+        of_graphs += (site.graph_bytes or GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned, guesses)
         is_beside_prompts = site.accelerator or guesses or not planned.reads_prompts_first
         steps = most if is_beside_prompts else max(step_bytes(planned.kv, at, plan, site, moves[at]) for at in kinds.values())
         most = max(most, steps + of_graphs)
@@ -114,15 +131,16 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int, gue
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.unlike_tensors))
 
 
-def graph_count(planned: BlockPlan) -> int:
+def graph_count(planned: BlockPlan, guesses: bool = False) -> int:
     """Graphs of a block: for each layer and batch as many as there are buffers through which weights, KV or states come. They
-    change their buffers in step."""
+    change their buffers in step. A row by itself has others for its guesses."""
     schedule, traffic = planned.schedule, planned.schedule.traffic
     moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
     of_rows = any(traffic.moves_kv(*place) for place in traffic.kv)
     of_rows = of_rows or any(traffic.moves_state(*place) for place in traffic.state)
     buffers = max(schedule.weight_buffers if moves_weights else 1, schedule.buffers if of_rows else 1)
-    return traffic.layers * traffic.batches * buffers
+    ways = 1 + len(GUESSED_AT_ONCE) if guesses and not traffic.accelerator else 1
+    return traffic.layers * traffic.batches * buffers * ways
 
 
 def loading_bytes(tensor: TensorSpec) -> int:
@@ -171,8 +189,7 @@ def picking_bytes(spec: ModelSpec, rows: int) -> int:
 
 
 def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], site: Site, guesses: bool = False) -> int:
-    """Bytes for a decode step, of the level that needs most. Graphs have as much of their own, which no other work gets. They
-    have no guesses."""
+    """Bytes for a decode step, of the level that needs most. Graphs have as much of their own, which no other work gets."""
     rows = levels[0].occupancy.batch.size
     together = attended_together(rows, guesses)
     attention = (_decode_attention_bytes(at, plan, site, together) for at in levels)
@@ -180,13 +197,13 @@ def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], sit
     return mixing + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
 
 
-def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site) -> int:
+def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, guesses: bool = False) -> int:
     """Bytes for the values that all graphs work on: those of a decode step in the layer that needs most."""
     spec, levels = kv.spec, LevelHeads.of(kv, number)
-    decode = _decode_bytes(spec, plan, levels, site)
+    decode = _decode_bytes(spec, plan, levels, site, guesses and not site.accelerator)
     if site.accelerator:
         return decode
-    rows = kv.block.batches[number].size
+    rows = max(kv.block.batches[number].size, 1 + GUESSED_AT_ONCE[-1] if guesses else 1)
     passing = max(width * max(rows, least) for width, least in spec.passing_widths) * spec.itemsize
     heads = 4 * _values_of_heads(spec) * FLOAT_BYTES
     return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + heads) + passing

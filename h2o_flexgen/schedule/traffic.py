@@ -155,11 +155,14 @@ class Traffic:
     def kv_on_disk(self, layer: int, batch: int) -> bool:
         return self.kv.get((layer, batch)) == DISK
 
+    def takes_several(self, batch: int) -> bool:
+        """Whether a step may take several tokens of a row: keys and values stay where they are. Otherwise it would store more
+        than the newest of each row. A state takes tokens one by one."""
+        return not self.state and not any(self.moves_kv(*place) for place in self.kv if place[1] == batch)
+
     def spares_passes(self, batch: int) -> bool:
-        """Whether a pass fewer moves less: weights come for each pass, and keys and values stay where they are. Otherwise a
-        step that stores more than the newest of each row would move more than it spares. A state takes tokens one by one."""
-        keeps = not any(self.moves_kv(*place) for place in self.kv if place[1] == batch)
-        return keeps and not self.state and any(map(self.moves_weights, range(self.layers)))
+        """Whether a step that takes several tokens of a row is a pass fewer that moves less: weights come for each pass."""
+        return self.takes_several(batch) and any(map(self.moves_weights, range(self.layers)))
 
     def moves_state(self, layer: int, batch: int) -> bool:
         return self._moves(self.state.get((layer, batch), DEVICE))

@@ -20,10 +20,19 @@ from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
 from h2o_flexgen.engine.stores.row_states import StateStore
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.guesses import Guesses
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerByPart, LayerCache, heads_by_layer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.schedule.ops import READ, Task, Visit
+
+
+class _Guessed(NamedTuple):
+    """A pass over a batch, and what its guesses changed."""
+
+    rows: BatchRows
+    step: int
+    guesses: Guesses
 
 
 class KVLevels:
@@ -38,6 +47,7 @@ class KVLevels:
             self._held = held.pop_all()
         self._stores: Sequence[KVStore] = stores
         self._of_layer = {layer: [stores[level] for level, _ in heads] for layer, heads in self._heads.items()}
+        self._guessed: dict[int, _Guessed] = {}  # by the batch
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which the KV of a visit comes; the same number for all steps if it is not moved."""
@@ -46,10 +56,13 @@ class KVLevels:
     def prepare(self, planned: BlockPlan) -> None:
         """Prepares the next block of a conversation."""
         self._schedule = planned.schedule
+        if not any(any(batch.seen) for batch in planned.block.batches):
+            self._guessed.clear()  # the text begins again, perhaps as a pass broke
         for store in self._stores:
             store.prepare(planned)
 
     def close(self) -> None:
+        self._guessed.clear()
         self._held.close()
 
     def is_attended_beside(self, visit: Visit) -> bool:
@@ -65,7 +78,18 @@ class KVLevels:
         """The cache for a COMPUTE."""
         if self._schedule.traffic.passes_parts_of(task.visit):
             return self._by_part(task, rows)
-        return self._opened(task, self._heads, lambda store: store.open(task, rows))
+        guesses = self._guesses_of(task, rows)  # the last ones are taken back before rows move up
+        return self._opened(task, self._heads, lambda store: store.open(task, rows), guesses)
+
+    def _guesses_of(self, task: Task, rows: BatchRows) -> Guesses:
+        """Returns where it is noted what guesses of this pass change. Those of the pass before have been judged: wrong ones are
+        taken back in all layers when the first one is opened, as others may be computed in a chain."""
+        known = self._guessed.get(task.batch)
+        if known is None or known.rows is not rows or known.step != task.step:
+            if known is not None:
+                known.guesses.take_back(known.rows.staying)
+            known = self._guessed[task.batch] = _Guessed(rows, task.step, Guesses())
+        return known.guesses
 
     def _by_part(self, task: Task, rows: BatchRows) -> LayerCache:
         stores = self._of_layer[task.layer]
@@ -78,8 +102,14 @@ class KVLevels:
         """The cache on the host for an ATTEND."""
         return self._opened(task, self._heads_on_host, lambda store: store.open_beside(task, rows))
 
-    def _opened(self, task: Task, heads: Mapping[int, HeadsOfLayer], opened: Callable[[KVStore], KVCache]) -> LayerCache:
-        return LayerCache(heads[task.layer], [opened(store) for store in self._of_layer[task.layer]])
+    def _opened(
+        self,
+        task: Task,
+        heads: Mapping[int, HeadsOfLayer],
+        opened: Callable[[KVStore], KVCache],
+        guesses: Guesses | None = None,
+    ) -> LayerCache:
+        return LayerCache(heads[task.layer], [opened(store) for store in self._of_layer[task.layer]], guesses)
 
     def load(self, task: Task) -> int:
         return sum(store.load(task) for store in self._of_layer[task.layer])
