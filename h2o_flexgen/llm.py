@@ -68,7 +68,7 @@ from h2o_flexgen.sampling.pooling import (
     read_truncate,
 )
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.session.loaded_model import LoadedModel
+from h2o_flexgen.session.loaded_model import LoadedModel, Say, told_by_stages
 from h2o_flexgen.session.open_request import (
     PREFIX_BYTES,
     ModelRequest,
@@ -78,6 +78,7 @@ from h2o_flexgen.session.open_request import (
     arguments_of,
     asked_plan,
     loras_of,
+    measures_heads,
     name_of,
     what_is_searched,
 )
@@ -136,9 +137,10 @@ class LLM:
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model. Without head_budgets those that are known of the model are
-        taken; "equal" has all heads keep as much. `adapter`: the folder of a LoRA that is merged, or several; "=0.5" behind one
-        is its weight. `lora`: the folders of adapters that requests ask for by their names. `prefix_dir`: where prefixes that
-        requests share outlive the process. Arguments of vLLM and llama-cpp-python that change nothing here are accepted."""
+        taken, or measured once if that is quick; "equal" has all heads keep as much. `adapter`: the folder of a LoRA that is
+        merged, or several; "=0.5" behind one is its weight. `lora`: the folders of adapters that requests ask for by their
+        names. `prefix_dir`: where prefixes that requests share outlive the process. Arguments of vLLM and llama-cpp-python that
+        change nothing here are accepted."""
         given = {name: value for name, value in (("model", model), ("threads", threads)) if value is not None}
         own = OwnOptions.of({**plan_options, **given})
         plan_options = {name: value for name, value in own.options.items() if name not in OF_CONSTRUCTORS}
@@ -148,22 +150,23 @@ class LLM:
         asked = asked if overlap else asked.without_overlap()
         searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
         how = dtype_called(dtype), name_of("tokenizer", tokenizer), adapters_of(adapter)
-        named = ModelRequest(source, source, dummy_weights, *how, lora_modules=loras_of(lora))
+        measures = plan is None and measures_heads(plan_options, dummy_weights, how[2])
+        named = ModelRequest(source, source, dummy_weights, *how, lora_modules=loras_of(lora), measures_heads=measures)
         site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir, prefix_dir, prefix_dir_size)
         self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage), searched)
         own.refuse_longer(self.spec.max_positions, self.name)
 
     @classmethod
-    def of(cls, request: OpenRequest, on_stage: OnStage | None = None) -> LLM:
+    def of(cls, request: OpenRequest, on_stage: OnStage | None = None, say: Say = told_by_stages) -> LLM:
         """The LLM of a request, as commands make it."""
         llm = cls.__new__(cls)
-        llm._hold(LoadedModel(request, on_stage), None)
+        llm._hold(LoadedModel(request, on_stage, say), None)
         return llm
 
     def _hold(self, loaded: LoadedModel, searched: PlanRequirements | None) -> None:
         self.loaded = loaded
         self.stats: Stats | None = None
-        self._auto = None if searched is None else AutoPlan(searched, loaded)
+        self._auto = None if searched is None else AutoPlan(loaded.with_heads(searched), loaded)
 
     # -- the model under its plan ----------------------------------------------------------------------------------------
 

@@ -464,7 +464,8 @@ def test_another_job_is_refused_by_what_differs(command: Any, out: Path, tmp_pat
     )
     as_before = (*again, "--temperature", 0.5)
     assert "ordered was False and is True" in command(*as_before, "--ordered").error
-    assert "kv_policy was 'full' and is 'h2o'" in command(*as_before, "--kv-policy", "h2o").error
+    evicting = ("--kv-policy", "h2o", "--head-budgets", "equal")
+    assert "kv_policy was 'full' and is 'h2o'" in command(*as_before, *evicting).error
     unshared = command(*as_before, "--schedule", "row_by_row").error
     assert "shared_prefixes was True and is False" in unshared, "this schedule shares none"
     assert "--seed is 6, but the job in --output-file out.jsonl was begun with 5" in command(*as_before, "--seed", 6).error

@@ -182,7 +182,7 @@ def test_a_talk_whose_experts_are_read_in_every_step_is_told_to_keep_them(
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (("--kv-policy", "h2o", "--hh-prompt-only"), "hh_prompt_only keeps all that is generated"),
+        (("--kv-policy", "h2o", "--hh-prompt-only", "--head-budgets", "equal"), "hh_prompt_only keeps all that is generated"),
         (("--context-len", "500"), "context is 500, but"),
         (("--style", "template"), "this model has no chat template"),
         (("--kv-policy", "h20"), "kv_policy 'h20' is unknown"),

@@ -54,7 +54,9 @@ ROOMS = {
 }
 ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
+ROOMS["calibration"] = (*ROOMS["engine"], "engine")
 ROOMS["session"] = (
+    "calibration",
     "checkpoints",
     "core",
     "engine",

@@ -169,7 +169,7 @@ def test_loglikelihoods_by_decode_equal_those_in_one_pass(
     models: dict[str, Path], tasks: Path, by_hf: dict[str, Results], offload: Path
 ) -> None:
     """A policy that could evict, with room for all."""
-    with own_model(models["opt"], offload, kv_policy="h2o", kv_budget=1.0) as model:
+    with own_model(models["opt"], offload, kv_policy="h2o", kv_budget=1.0, head_budgets="equal") as model:
         assert_same(evaluated(model, tasks), by_hf["opt"])
 
 

@@ -336,7 +336,10 @@ def test_what_cannot_be_is_one_line_before_it_listens(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--kv-policy", "h2o"), "(answers would depend on it); say --prefix-room TOKENS, or leave --prefix-dir out"),
+        (
+            ("--kv-policy", "h2o", "--head-budgets", "equal"),
+            "(answers would depend on it); say --prefix-room TOKENS, or leave --prefix-dir out",
+        ),
         (("--compress-cache",), "(answers would depend on it); say --prefix-room TOKENS, or leave --prefix-dir out"),
         (("--prefix-room", 0), "(--prefix-room is 0); give it tokens, or leave --prefix-dir out"),
         (

@@ -9,6 +9,7 @@ from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.model_places import cached_folder, local_place
 from h2o_flexgen.core.environment import cache_folder
 
+CALIBRATE = "python -m h2o_flexgen.calibrate"  # the command that measures
 HEAD_BUDGETS = "head_budgets"  # a kind, and its folder in the cache
 CONFIG, WEIGHTS = "config.json", (".safetensors", ".bin")
 

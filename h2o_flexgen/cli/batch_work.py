@@ -200,7 +200,9 @@ class BatchJob:
         asked = self.request.plan
         if not isinstance(asked, Plan):
             workload = workload_of_job(self._largest_part, self.llm.plan, self.llm.spec)
-            finder = PlanFinder(asked, self.llm.loaded, self.llm.loaded.machines(self.request.machine))
+            finder = PlanFinder(
+                self.llm.loaded.with_heads(asked), self.llm.loaded, self.llm.loaded.machines(self.request.machine)
+            )
             self.tell(finder.find(PlanNeed(workload)).lines())
         self.request.refuse_other(plan_settings(self.llm.plan))
 

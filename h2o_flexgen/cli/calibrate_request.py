@@ -16,12 +16,12 @@ from h2o_flexgen.cli.flags import Group, Parser
 from h2o_flexgen.cli.output_files import OUTPUT, check_output_file, check_picture
 from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.workload import TOKENS
-from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.policies.head_budgets import FILE, OWN
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
+from h2o_flexgen.text.measured_texts import USUAL_TEXTS, USUAL_TOKENS, Text
 
 PROGRAM = "python -m h2o_flexgen.calibrate"
-USUAL_TOKENS, USUAL_TEXTS, MOST_TEXTS = 512, 8, 1000
+MOST_TEXTS = 1000
 
 DESCRIPTION = """\
 Measure which share of a text each KV head of a model needs, at several budgets of the whole model, and keep it in the cache,

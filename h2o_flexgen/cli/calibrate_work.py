@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
+from h2o_flexgen.calibration.calibration import FOUND, Calibration, ProbeFit, calibrate
 from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli.calibrate_request import CalibrateRequest
@@ -16,13 +17,14 @@ from h2o_flexgen.cli.output_files import OUTPUT
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import open_llm
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.evaluation.calibration import FOUND, Calibration, ProbeFit, calibrate, draw_heads
-from h2o_flexgen.evaluation.texts import Text, windows
+from h2o_flexgen.evaluation.calibration_picture import draw_heads
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets, write_head_budgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
 from h2o_flexgen.policies.kvzip import KVzap
+from h2o_flexgen.session.measured_heads import kept_reading
 from h2o_flexgen.session.open_request import ModelRequest
+from h2o_flexgen.text.measured_texts import described, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 NEARLY_ALL, LITTLE = 0.9, 0.5  # of a text; of the budget
@@ -81,8 +83,16 @@ def _calibration(request: CalibrateRequest) -> tuple[Calibration, ProbeFit | Non
 
         ids = _pieces(request, llm.tokenizer)
         fit = None if request.probe is None else ProbeFit(len(ids))
-        read = f"{len(ids)} texts" if len(ids) > 1 else "1 text"
-        return calibrate(llm, ids, f"{read} of {request.tokens} tokens: {_titles(request.texts)}", on_layer, fit), fit
+        kept = kept_reading(request.model.source, ids, llm.spec.dtype) if fit is None and _has_own_weights(request) else None
+        read = described(request.texts, len(ids), request.tokens)
+        found = calibrate(llm.loaded.reading, ids, read, on_layer, fit, kept)
+        if kept is not None:
+            kept.remove()
+        return found, fit
+
+
+def _has_own_weights(request: CalibrateRequest) -> bool:
+    return not request.model.dummy_weights and not request.model.adapter
 
 
 def _pieces(request: CalibrateRequest, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -91,10 +101,6 @@ def _pieces(request: CalibrateRequest, tokenizer: Tokenizer) -> list[tuple[int, 
     counts = [each + (place < over) for place in range(len(request.texts))]
     taken = (windows([text], tokenizer, request.tokens, count, "--tokens") for text, count in zip(request.texts, counts))
     return [ids for of_text in taken for ids in of_text.ids]
-
-
-def _titles(texts: Sequence[Text]) -> str:
-    return ", ".join(Path(text.name).stem for text in texts)
 
 
 def _lines(found: Calibration, budgets: HeadBudgets, output: Path | None, is_kept: bool) -> Iterator[str]:

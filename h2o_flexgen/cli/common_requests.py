@@ -22,6 +22,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_s
 from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.head_budgets import EQUAL
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
 from h2o_flexgen.session.open_request import (
@@ -30,6 +31,7 @@ from h2o_flexgen.session.open_request import (
     ModelRequest,
     SiteRequest,
     loras_of,
+    measures_heads,
     named_by_files,
     refuse_other_device,
     with_known_heads,
@@ -49,7 +51,8 @@ def model_of(flags: Namespace) -> ModelRequest:
     own = replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO), adapter=tuple(flags.adapter))
     made = replace(own, lora_modules=loras_of(getattr(flags, "lora_modules", ())))
     _ = made.adapters_by_name  # refuses what is none
-    return made
+    asked = {HEAD_BUDGETS: getattr(flags, HEAD_BUDGETS, EQUAL)}  # of commands that run a plan
+    return replace(made, measures_heads=measures_heads(asked, made.dummy_weights, made.adapter))
 
 
 def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> ModelRequest:

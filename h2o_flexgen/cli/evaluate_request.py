@@ -32,7 +32,6 @@ from h2o_flexgen.evaluation.tasks.task import (
     TaskOptions,
 )
 from h2o_flexgen.evaluation.tasks.xsum import XSum
-from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.formats.kernel_table import PRODUCTS
 from h2o_flexgen.formats.table import BY_BITS, PLAIN
 from h2o_flexgen.planning.plan import PERCENT, Plan
@@ -43,6 +42,7 @@ from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.sampling.params import SEED
 from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, SiteRequest, head_budgets_of, probe_of
+from h2o_flexgen.text.measured_texts import Text
 
 PROGRAM = "python -m h2o_flexgen.evaluate"
 USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"
@@ -146,7 +146,7 @@ def request_of(flags: Namespace) -> EvaluateRequest:
         work = Quality(grid, {name: TASKS[name].of(asked) for name in names}, flags.fresh)
     return EvaluateRequest(
         output=open_output_folder(flags.output),
-        model=model_of(flags),
+        model=model_of(flags).without_measuring,
         site=site_of(flags),
         plan=plan,
         work=work,

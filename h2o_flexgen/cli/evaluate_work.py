@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from h2o_flexgen.calibration.text_reading import OnLayer
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
 from h2o_flexgen.cli.terminal import say
@@ -28,13 +29,12 @@ from h2o_flexgen.evaluation.results import Results, details, draw_quality, panel
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
 from h2o_flexgen.evaluation.study.study_pictures import draw, draw_facts
-from h2o_flexgen.evaluation.study.text_reading import OnLayer
 from h2o_flexgen.evaluation.tasks.task import EvaluationTask, window_of
-from h2o_flexgen.evaluation.texts import windows
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.session.open_request import OpenRequest
+from h2o_flexgen.text.measured_texts import windows
 
 PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy", "rouge_score")
 RESULTS, TABLE, PICTURE = "results.json", "table.md", "picture.png"

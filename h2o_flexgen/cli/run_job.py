@@ -71,7 +71,7 @@ class RunJob:
         request = self.request
         if isinstance(request.plan, Plan):
             return None
-        finder = PlanFinder(request.plan, self.llm.loaded, self.machines)
+        finder = PlanFinder(self.llm.loaded.with_heads(request.plan), self.llm.loaded, self.machines)
         if self._is_counted:
             return finder.find(PlanNeed(self.workload_of_each))
         assert isinstance(request.prompts, MadeUpPrompts)

@@ -111,7 +111,7 @@ class Preparing:
             return
         with _named_as_flags():
             rooms = rooms_to_search(self.llm.plan, room.prompt_len, request.prefix_room, self._room_of_states)
-        finder = PlanFinder(asked, self.llm.loaded, self.llm.loaded.machines(request.machine))
+        finder = PlanFinder(self.llm.loaded.with_heads(asked), self.llm.loaded, self.llm.loaded.machines(request.machine))
 
         def find(tokens: int) -> None:
             self._tell(finder.find(PlanNeed(Workload.arriving(room, request.rows, tokens, self._room_of_states))).lines())

@@ -252,7 +252,7 @@ class EvaluationWatch:
 def open_llm(model: ModelRequest, site: SiteRequest, plan: Plan, trace: bool = False) -> LLM:
     """The LLM that plans for as many processes as are asked for: with the threads of each, and room for all of them."""
     with Progress(0, f"opening {model.name}", late=True) as progress:
-        llm = LLM.of(OpenRequest(model, site.of_each, plan, trace), OpeningReport(progress).stage)
+        llm = LLM.of(OpenRequest(model, site.of_each, plan, trace), OpeningReport(progress).stage, progress.note)
         if llm.loaded.leftovers is not None:
             progress.note(str(llm.loaded.leftovers))
     try:

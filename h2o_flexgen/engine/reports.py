@@ -20,6 +20,7 @@ class Stage(str, Enum):
     WRITING = "writing random weights"  # those that are to be read from disk
     MENDING = "making a damaged copy of weights again"  # reported once, before it is converted or packed again
     RENEWING = "making a copy of weights of an older layout again"  # reported once, before they are packed again
+    CALIBRATING = "measuring what each KV head needs"  # once for a model, if a plan evicts and nothing is known
     LOADING = "loading weights"
     GENERATING = "generating"
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.evaluation.texts import start_tokens
 from h2o_flexgen.planning.positions import of_windows
+from h2o_flexgen.text.measured_texts import start_tokens
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM

@@ -216,7 +216,7 @@ class Plan:
         Instance(HeadBudgets, "HeadBudgets: read_head_budgets reads a file, and so does LLM"),
         f"FILE|{OWN}|{EQUAL}|{AUTO}",
         f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model; {EQUAL}: all keep "
-        f"as much; {AUTO}: {OWN}, or what `calibrate` keeps, or else {EQUAL} (default: {AUTO})",
+        f"as much; {AUTO}: {OWN}, or what is kept of the model, measured once if that is quick (default: {AUTO})",
     )
     probe: Probe | None = option(
         None,

@@ -80,6 +80,12 @@ class HeadBudgets:
         return _between(known, budget)
 
 
+def can_be_measured(spec: ModelSpec) -> bool:
+    """Whether calibration takes such a model."""
+    has_like_heads = len({own.kv_heads for own in spec.of_heads}) == 1
+    return has_like_heads and not spec.state_layers and spec.attention_cap is None
+
+
 def shape_of(shares: Sequence[ByHead]) -> tuple[int, int]:
     """Layers and heads of the shares at the first budget."""
     return len(shares[0]), len(shares[0][0]) if shares[0] else 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from h2o_flexgen.calibration.text_reading import ReadModel
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
 from h2o_flexgen.checkpoints.gguf_format import read_gguf
@@ -41,20 +42,28 @@ from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, s
 from h2o_flexgen.models import tensor_names
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.plan_requirements import PlanSubject
+from h2o_flexgen.planning.plan_requirements import PlanRequirements, PlanSubject
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling.gpu_checks import kept_graph_bytes
 from h2o_flexgen.session.machine_source import MachineSource
+from h2o_flexgen.session.measured_heads import HeadMeasuring
 from h2o_flexgen.session.open_request import OpenRequest
 from h2o_flexgen.session.opened_model import Mending, OpenedModel
 from h2o_flexgen.session.prefix_folder import PrefixFolder
+
+Say = Callable[[str], None]
+
+
+def told_by_stages(line: str) -> None:
+    """Says nothing: there are those that hear stages alone."""
 
 
 class LoadedModel:
     """An open model under a plan. Nothing large is loaded before an engine is asked for; `close`, or a `with`, frees it."""
 
-    def __init__(self, request: OpenRequest, on_stage: OnStage | None = None) -> None:
+    def __init__(self, request: OpenRequest, on_stage: OnStage | None = None, say: Say = told_by_stages) -> None:
+        """`say` is told in lines what is measured of the model before its first use."""
         site = request.site
         set_threads(site.threads)
         keep_few_compiled_products()
@@ -85,6 +94,7 @@ class LoadedModel:
         self._prefix_folder = PrefixFolder.of(site, self.opened)
         limits = open_limits([self.device, *self.others], site.gpu_mem, site.cpu_mem)
         self.limits = replace(limits, disk=disk_limit(self.offload_folder, self.packing), processes=site.gpus)
+        self._measure_heads(say)
 
     @property
     def name(self) -> str:
@@ -138,6 +148,36 @@ class LoadedModel:
         """Measures again the bytes that the process holds besides those that the plan counts."""
         if self._memories is None:
             self.limits = weighed_anew(self.limits)
+
+    # -- what its heads need ---------------------------------------------------------------------------------------------
+
+    @property
+    def reading(self) -> ReadModel:
+        """What texts are read with, under the plan."""
+        return ReadModel(
+            self.name, self.model, self.source, self.device, self.limits, self.offload_folder, self.plan.pin_weight
+        )
+
+    def _measure_heads(self, say: Say) -> None:
+        """Measures what heads need where the plan goes by it and nothing is known: of the model as it is under no plan."""
+        asked, plan = self.request.model, Plan()
+        if not asked.measures_heads or self.plan.head_budgets is not None or not self.plan.suits_any_head_budgets:
+            return
+        source = self.opened.source(plan, self.offload_folder, self.stages)
+        model = replace(self.reading, model=self.opened.model(plan), source=source)
+        try:
+            found = HeadMeasuring(asked.source, self.tokenizer, self.stages, say).budgets(model)
+        finally:
+            source.close()
+        self.weigh()
+        self._held_before = peak_resident_bytes()
+        if found is not None:
+            self.adopt(replace(self.requested, head_budgets=found))
+
+    def with_heads(self, asked: PlanRequirements) -> PlanRequirements:
+        """What is asked of a plan, with the head budgets that were measured for it."""
+        wants = asked.plan.head_budgets is None and self.request.model.measures_heads and asked.plan.suits_any_head_budgets
+        return replace(asked, plan=replace(asked.plan, head_budgets=self.requested.head_budgets)) if wants else asked
 
     @property
     def site(self) -> Site:

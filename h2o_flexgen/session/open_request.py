@@ -72,14 +72,21 @@ class ModelRequest:
         elsewhere=("enable_lora",),
     )
 
+    measures_heads: bool = False  # once, if the plan shares out what is kept, and nothing is known of the heads
+
     def without_weights(self) -> ModelRequest:
         """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
         has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
-        return self if has_headers else replace(self, dummy_weights=True, adapter=())
+        return self.without_measuring if has_headers else replace(self, dummy_weights=True, adapter=(), measures_heads=False)
 
     def refuse_missing(self) -> None:
         """Refuses a model that is nowhere on this machine, and no name on the hub, as opening it would but without torch."""
         refuse_missing(self.source, with_weights=not self.dummy_weights)
+
+    @property
+    def without_measuring(self) -> ModelRequest:
+        """The request for a model with a plan that is settled, or that is only looked at."""
+        return replace(self, measures_heads=False)
 
     @property
     def adapters_by_name(self) -> dict[str, str]:
@@ -204,7 +211,7 @@ def asked_plan(
         raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
     if plan is None:
         asked = Plan.create(**{**options, **named_by_files(options, model)})
-        if options.get(HEAD_BUDGETS) in (None, AUTO) and not dummy_weights:
+        if measures_heads(options, dummy_weights, ()):
             asked = with_known_heads(asked, model)
         return asked if percent is None or isinstance(percent, str) else asked.with_percent(percent)
     if not isinstance(plan, Plan):
@@ -245,6 +252,11 @@ def head_budgets_of(given: object, model: str) -> HeadBudgets | None:
     if isinstance(given, (str, os.PathLike)):
         return read_head_budgets(given)
     raise ValueError(f"head_budgets is a {type(given).__name__}; give HeadBudgets, the path of a file, or {OWN!r}")
+
+
+def measures_heads(options: Mapping[str, object], dummy_weights: bool, adapters: Sequence[str]) -> bool:
+    """Whether what heads need may be measured: nothing is said of them, and the weights are the model's own."""
+    return options.get(HEAD_BUDGETS) in (None, AUTO) and not dummy_weights and not adapters
 
 
 def with_known_heads(plan: Plan, model: str) -> Plan:

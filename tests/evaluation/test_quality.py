@@ -9,7 +9,7 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
 from h2o_flexgen.evaluation.recall_questions import Recall, RecallExample
-from h2o_flexgen.evaluation.texts import start_tokens
+from h2o_flexgen.text.measured_texts import start_tokens
 
 LENGTH, KEPT = 512, 0.2
 TASKS, DEPTHS = ("passkey", "lookup", "copy"), (0.0, 0.2, 0.4, 0.6)
@@ -28,7 +28,8 @@ def examples() -> list[RecallExample]:
 def recalled(examples: list[RecallExample], **plan: object) -> float:
     """The share of questions, visible in the prompt, that are answered right in full."""
     params = SamplingParams(max_tokens=max(len(one.answer) for one in examples), ignore_eos=True)
-    with LLM(DEMO, dtype="float32", gpu_batch_size=len(examples), prefill_tokens=4096, **plan) as llm:  # type: ignore[arg-type]
+    kept = {"head_budgets": "equal", **plan}
+    with LLM(DEMO, dtype="float32", gpu_batch_size=len(examples), prefill_tokens=4096, **kept) as llm:  # type: ignore[arg-type]
         done = llm.generate([one.context + one.question for one in examples], params)
     return sum(text.token_ids[: len(one.answer)] == one.answer for one, text in zip(examples, done)) / len(examples)
 

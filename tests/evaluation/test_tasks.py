@@ -23,10 +23,10 @@ from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import BoundRecall, RecallTask
 from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Bound, EvaluationTask, TaskOptions
 from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
-from h2o_flexgen.evaluation.texts import Text, start_tokens, windows
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.measured_texts import Text, start_tokens, windows
 
 WINDOW = 64
 

@@ -33,7 +33,7 @@ from h2o_flexgen.models import create_model, load_config, tensor_names
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.head_budgets import EQUAL, HeadBudgets
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.completion import Completion
@@ -240,7 +240,8 @@ class Case:
     def open(self, checkpoints: Checkpoints, offload: Path, **options: Any) -> LLM:
         folder = checkpoints.folder(self.kind, self.stored)
         overlap = self.overlap or self.schedule == "flexgen_barrier"  # the barrier cannot do without
-        chosen = {"dtype": self.dtype, "device": self.device, "overlap": overlap, **self.plan_options, **options}
+        chosen = {"dtype": self.dtype, "device": self.device, "overlap": overlap, "head_budgets": EQUAL}
+        chosen |= {**self.plan_options, **options}
         if "probe" in chosen:
             chosen["probe"] = probe_for(checkpoints.opened(self.kind, self.stored, self.dtype).spec(Plan()))
         return LLM(str(folder), tokenizer="bytes", percent=self.percent, offload_dir=offload, **chosen)

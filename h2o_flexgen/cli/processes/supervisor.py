@@ -44,7 +44,7 @@ class Processes:
     """Processes that do parts of a job, until the end of a `with`."""
 
     def __init__(self, llm: LLM, model: ModelRequest, site: SiteRequest, parts: Sequence[ProcessPart]) -> None:
-        self._llm, self._model, self._site, self._parts = llm, model, site, parts
+        self._llm, self._model, self._site, self._parts = llm, model.without_measuring, site, parts
         self._links: list[ProcessLink] = []
         self.exchange = ProcessExchange(self._links, self._name, self._death)
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -131,7 +131,7 @@ class RayJob:
     def _share(self, parts: Sequence[Sequence[int]]) -> SharedJob:
         request = self.request
         return SharedJob(
-            opening=OpenRequest(request.model, request.site, request.plan.first_plan),
+            opening=OpenRequest(request.model.without_measuring, request.site, request.plan.first_plan),
             seed=self.seed,
             style=request.needed_style,
             asked=None if isinstance(request.plan, Plan) else request.plan,

@@ -10,14 +10,13 @@ from itertools import chain
 
 from h2o_flexgen.cli.calibrate_request import PROGRAM
 from h2o_flexgen.cli.report import Entry, entry
-from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.head_budgets import HeadBudgets, can_be_measured
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import ALL, attended
@@ -45,7 +44,7 @@ class KeptByPolicy:
         yield entry("KV", f"{self._line()}{packed}{beside}", kept=self._values())
         if plan.head_budgets is not None:
             yield entry("heads", f"budgets by head: {self._by_head()}; {measured_on(plan.head_budgets)}")
-        elif self.source and plan.suits_any_head_budgets and _can_be_measured(self.planned.spec):
+        elif self.source and plan.suits_any_head_budgets and can_be_measured(self.planned.spec):
             yield entry("heads", f"all keep as much; {_how_to_differ(plan, self.source)}")
         elif self.source and (why := plan.why_heads_are_alike):
             yield entry("heads", f"all keep as much: {why}")
@@ -180,12 +179,6 @@ class KeptByPolicy:
         """Slots of a row of the first batch, which has the longest rows."""
         block = self.planned.blocks.first.block
         return policy.occupancy(block.batches[0], block.gen_len).capacity
-
-
-def _can_be_measured(spec: ModelSpec) -> bool:
-    """Whether `calibrate` takes such a model."""
-    has_like_heads = len({own.kv_heads for own in spec.of_heads}) == 1
-    return has_like_heads and not spec.state_layers and spec.attention_cap is None
 
 
 def _how_to_differ(plan: Plan, source: str) -> str:

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.calibration.text_reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.evaluation.recall_questions import AskedFact, FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import percent, table
 from h2o_flexgen.evaluation.study.readers import Array, Gone, Keeper, LevelKeeper, coding_of, ranks, studied_policies
-from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, attend_whole, attention_of, read_texts
+from h2o_flexgen.evaluation.study.whole_text import attend_whole, attention_of
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens
@@ -233,7 +234,7 @@ def study_facts(
     readings = [TextReading(reader.text.ids, reader.attend) for reader in readers]
     for of_texts in keepers.values():
         readings += [TextReading(text.ids, keeper.attend) for text, keeper in zip(texts, of_texts)]
-    read_texts(llm, readings, on_layer)
+    read_texts(llm.loaded.reading, readings, on_layer)
     return FactsStudy(
         model=llm.name,
         asked=asked,

@@ -11,6 +11,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
+from h2o_flexgen.calibration.text_reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.evaluation.study.readers import (
     ORACLE,
     Array,
@@ -32,7 +33,7 @@ from h2o_flexgen.evaluation.study.readers import (
     studied_policies,
     survival,
 )
-from h2o_flexgen.evaluation.study.text_reading import THRESHOLD, OnLayer, TextReading, read_texts
+from h2o_flexgen.evaluation.study.whole_text import THRESHOLD
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.positions import of_windows
 
@@ -252,7 +253,7 @@ def study(
     keepers = _keepers(llm, policies, budget, len(ids), prompt_len)
     onlooker = Onlooker(keepers, slots_of(budget, len(ids)), prompt_len)
     readers = [*(keeper.attend for keeper in keepers.values()), onlooker.attend]
-    read_texts(llm, [TextReading(ids, attend) for attend in readers], on_layer)
+    read_texts(llm.loaded.reading, [TextReading(ids, attend) for attend in readers], on_layer)
     seen = onlooker.by_layer
     return HeavyHitterStudy(
         model=llm.name,

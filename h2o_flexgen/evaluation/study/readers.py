@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.evaluation.study.text_reading import (
+from h2o_flexgen.evaluation.study.whole_text import (
     WholeText,
     attend_whole,
     attention_in_blocks,

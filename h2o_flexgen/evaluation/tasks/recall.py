@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 from h2o_flexgen.evaluation.cells import Figure, mean, of_means
 from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS, Recall, RecallExample
 from h2o_flexgen.evaluation.tasks.task import Advance, Bound, EvaluationTask, Shown, Size, in_blocks
-from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.measured_texts import checksum, start_tokens
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen import batch, calibrate, chat, evaluate, run
+from h2o_flexgen.calibration.calibration import BUDGETS, LayerRead, RepeatedText
+from h2o_flexgen.calibration.calibration import calibrate as calibrated
+from h2o_flexgen.calibration.text_reading import read_texts
 from h2o_flexgen.checkpoints.model_places import SMOLLM2, folders_beside
 from h2o_flexgen.checkpoints.probe_file import read_probe
 from h2o_flexgen.cli.calibrate_request import PROGRAM
-from h2o_flexgen.evaluation.calibration import BUDGETS, LayerRead, RepeatedText
-from h2o_flexgen.evaluation.calibration import calibrate as calibrated
-from h2o_flexgen.evaluation.study.text_reading import read_texts
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.policies.head_budgets import FILE, read_head_budgets
 from tests.helpers.commands import Result, called
@@ -39,7 +39,7 @@ def looked_up(model: PreTrainedModel, ids: list[int], kv_heads: int) -> Tensor:
 def test_a_tokens_score_is_the_highest_attention_that_its_repetition_pays_it(kind: str, checkpoints: Checkpoints) -> None:
     seen: list[list[LayerRead]] = [[] for _ in TEXTS]
     with torch.inference_mode(), LLM(str(checkpoints.folder(kind)), dtype="float32") as llm:
-        read_texts(llm, [RepeatedText(ids, layers.append).reading for ids, layers in zip(TEXTS, seen)])
+        read_texts(llm.loaded.reading, [RepeatedText(ids, layers.append).reading for ids, layers in zip(TEXTS, seen)])
         for ids, layers in zip(TEXTS, seen):
             expected = looked_up(checkpoints.hf_model(kind), ids, llm.spec.kv_heads)
             torch.testing.assert_close(torch.stack([layer.scores for layer in layers]), expected, atol=1e-4, rtol=0)
@@ -48,8 +48,8 @@ def test_a_tokens_score_is_the_highest_attention_that_its_repetition_pays_it(kin
 
 def test_texts_have_nothing_to_do_with_each_other(checkpoints: Checkpoints) -> None:
     with LLM(str(checkpoints.folder("llama-gqa")), dtype="float32") as llm:
-        both, second = calibrated(llm, TEXTS, "two texts"), calibrated(llm, TEXTS[1:], "one text")
-        assert calibrated(llm, TEXTS, "two texts").head_budgets == both.head_budgets
+        both, second = calibrated(llm.loaded.reading, TEXTS, "two texts"), calibrated(llm.loaded.reading, TEXTS[1:], "one text")
+        assert calibrated(llm.loaded.reading, TEXTS, "two texts").head_budgets == both.head_budgets
     assert all((both.shares[budget][1] == second.shares[budget][0]).all() for budget in BUDGETS)
     assert second.spread(0.5) is None and 0 < (both.spread(0.5) or 0) < 1
     assert both.head_budgets.shape == (3, 2) and both.head_budgets.model == checkpoints.folder("llama-gqa").name
@@ -58,21 +58,21 @@ def test_texts_have_nothing_to_do_with_each_other(checkpoints: Checkpoints) -> N
 def test_texts_that_cannot_be_read_twice_are_refused(checkpoints: Checkpoints) -> None:
     with LLM(str(checkpoints.folder("opt")), dtype="float32") as llm:
         with pytest.raises(ValueError, match=r"texts of .* tokens are read twice, and .* positions; give .* tokens or fewer"):
-            calibrated(llm, [[5] * llm.spec.max_positions], "a text")
+            calibrated(llm.loaded.reading, [[5] * llm.spec.max_positions], "a text")
         with pytest.raises(ValueError, match="a text has 3 tokens; give 16 or more"):
-            calibrated(llm, [[5, 6, 7]], "a text")
+            calibrated(llm.loaded.reading, [[5, 6, 7]], "a text")
         llm.loaded.limits = replace(llm.limits, host=10)
         with pytest.raises(ValueError, match=r"the largest layer of .* and 10 B may be held"):
-            calibrated(llm, TEXTS, "texts")
+            calibrated(llm.loaded.reading, TEXTS, "texts")
 
 
 def test_layers_with_unlike_heads_are_refused_before_anything_is_read(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.evaluation.calibration.read_texts", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("h2o_flexgen.calibration.calibration.reading_of", lambda *_: pytest.fail("it was read"))
     said = r"calibration: layers of .* have 1 or 2 KV heads"
     with LLM(str(checkpoints.folder("gemma4")), dtype="float32") as llm, pytest.raises(ValueError, match=said):
-        calibrated(llm, TEXTS, "texts")
+        calibrated(llm.loaded.reading, TEXTS, "texts")
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
     requests.write_text("Once upon a time there was a garden with a gate\n", encoding="utf-8")
     job = ("-i", requests, "-o", tmp_path / "out.jsonl", "--gen-len", 4, "--kv-policy", "h2o")
     assert command(batch.main, *job, "--head-budgets", file).status == 0
-    refused = command(batch.main, *job, "--resume").error
+    refused = command(batch.main, *job, "--resume", "--head-budgets", "equal").error
     assert "head_budgets was " in refused and budgets.checksum in refused
 
     asked = ("--policies", "full,h2o", "--budgets", "50", "--tasks", "perplexity", "--window", 48, "--examples", 1)

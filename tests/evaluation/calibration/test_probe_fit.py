@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen.evaluation.calibration import LayerRead, ProbeFit, share_found
+from h2o_flexgen.calibration.calibration import LayerRead, ProbeFit, share_found
 
 LAYERS, TEXTS, TOKENS, WIDTH, HEADS = 2, 4, 50, 6, 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h2o_flexgen.evaluation.calibration import shares_at
+from h2o_flexgen.calibration.calibration import shares_at
 
 
 def test_the_tokens_of_highest_score_are_kept_whichever_head_has_them() -> None:

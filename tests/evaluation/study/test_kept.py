@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from h2o_flexgen.calibration.text_reading import read_texts
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.heavy_hitters import study
 from h2o_flexgen.evaluation.study.readers import Keeper, held_after
-from h2o_flexgen.evaluation.study.text_reading import read_texts
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep

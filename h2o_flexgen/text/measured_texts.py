@@ -11,6 +11,8 @@ from h2o_flexgen.checkpoints.model_places import held_out_prose
 from h2o_flexgen.core.files import read_text
 from h2o_flexgen.text.tokenizer import Tokenizer
 
+USUAL_TOKENS, USUAL_TEXTS = 512, 8  # of texts that are read twice, and so many of them
+
 
 @dataclass(frozen=True)
 class Text:
@@ -60,6 +62,12 @@ def windows(texts: Sequence[Text], tokenizer: Tokenizer, length: int, count: int
         found += [(*start, *ids[place : place + own]) for place in range(0, len(ids) - own + 1, own)]
     taken = min(count, len(found))
     return Windows(tuple(found[place * len(found) // taken] for place in range(taken)), len(found))
+
+
+def described(texts: Sequence[Text], count: int, tokens: int) -> str:
+    """What was read, for people."""
+    read = f"{count} texts" if count > 1 else "1 text"
+    return f"{read} of {tokens} tokens: {', '.join(Path(text.name).stem for text in texts)}"
 
 
 def checksum(*parts: object) -> str:

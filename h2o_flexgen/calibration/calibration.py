@@ -5,32 +5,29 @@ reading a probe is fitted: the linear map of a layer's input that best says what
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h2o_flexgen.calibration.kept_reading import KeptReading, Pace
+from h2o_flexgen.calibration.text_reading import OnLayer, ReadModel, ReadSoFar, TextReading, reading_of, turned
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.evaluation.study.text_reading import OnLayer, TextReading, read_texts, turned
 from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import prompt_attention
-from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.positions import of_windows
-from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+from h2o_flexgen.policies.head_budgets import HeadBudgets
 
 Scores = NDArray[np.float32]  # (layers, kv_heads, tokens)
 Shares = NDArray[np.float64]  # (layers, kv_heads)
@@ -118,27 +115,53 @@ class Calibration:
 
 @torch.inference_mode()
 def calibrate(
-    llm: LLM,
+    model: ReadModel,
     texts: Sequence[Sequence[int]],
     source: str,
     on_layer: OnLayer | None = None,
     fit: ProbeFit | None = None,
+    kept: KeptReading | None = None,
+    pace: Pace | None = None,
 ) -> Calibration:
     """Reads all texts layer by layer, so that weights are read once, and one layer's at a time lie in memory. `on_layer` is
-    called with the number of layers done and the number of all; `fit` is given what is read."""
-    _check(llm, texts, 0 if fit is None else sums_bytes(llm.spec))
-    seen: list[list[Scores]] = [[] for _ in texts]
+    called with the number of layers done and the number of all; `fit` is given what is read. With `kept`, what was read is
+    kept behind each layer, and a reading that was interrupted goes on; `pace` may give it up."""
+    _check(model, texts, 0 if fit is None else sums_bytes(model.spec))
+    begun, seen = _begun(kept, len(texts), model)
     readers = [RepeatedText(ids, partial(_note, scores, fit)) for ids, scores in zip(texts, seen)]
-    read_texts(llm, [reader.reading for reader in readers], on_layer)
-    by_text = [np.stack(layers) for layers in seen]
+    if pace is not None:
+        pace.begin()
+    with closing(reading_of(model, [reader.reading for reader in readers], begun)) as reading:
+        for at in reading:
+            if pace is not None:
+                pace.note(at, model)
+            if at.texts == len(texts):
+                _end_layer(at, seen, kept)
+                if on_layer is not None:
+                    on_layer(at.layers + 1, len(model.layers))
+    by_text = [np.stack([layer.numpy() for layer in layers]) for layers in seen]
     shares = {budget: tuple(shares_at(budget, scores) for scores in by_text) for budget in BUDGETS}
-    return Calibration(_name(llm.name), source, shares)
+    return Calibration(_name(model.name), source, shares)
 
 
-def _note(scores: list[Scores], fit: ProbeFit | None, read: LayerRead) -> None:
+def _begun(kept: KeptReading | None, texts: int, model: ReadModel) -> tuple[ReadSoFar | None, list[list[Tensor]]]:
+    """The end of an earlier reading, and the scores that it made."""
+    found = None if kept is None else kept.found(texts)
+    if found is None:
+        return None, [[] for _ in range(texts)]
+    begun, seen = found
+    return begun._replace(hidden=[one.to(model.device.torch_device) for one in begun.hidden]), seen
+
+
+def _end_layer(at: ReadSoFar, seen: Sequence[Sequence[Tensor]], kept: KeptReading | None) -> None:
+    if kept is not None and seen[0]:
+        kept.keep(at.layers + 1, at.hidden, seen)
+
+
+def _note(scores: list[Tensor], fit: ProbeFit | None, read: LayerRead) -> None:
     if fit is not None:
         fit.note(read)
-    scores.append(np.asarray(read.scores.cpu().numpy()))
+    scores.append(read.scores.cpu().clone())
 
 
 def _name(model: str) -> str:
@@ -147,8 +170,8 @@ def _name(model: str) -> str:
     return place.name.removesuffix(".gguf") if place.exists() else model
 
 
-def _check(llm: LLM, texts: Sequence[Sequence[int]], beside: int) -> None:
-    spec, longest = llm.spec, max(map(len, texts))
+def _check(model: ReadModel, texts: Sequence[Sequence[int]], beside: int) -> None:
+    spec, longest = model.spec, max(map(len, texts))
     if min(map(len, texts)) < FEWEST_TOKENS:
         raise ValueError(f"a text has {min(map(len, texts))} tokens; give {FEWEST_TOKENS} or more")
     spec.refuse_unlike_heads("calibration")
@@ -156,47 +179,13 @@ def _check(llm: LLM, texts: Sequence[Sequence[int]], beside: int) -> None:
         there = f"{spec.name} has {spec.seen_positions} positions{of_windows(spec)}"
         most = spec.seen_positions // 2
         raise ValueError(f"texts of {longest} tokens are read twice, and {there}; give {most} tokens or fewer")
-    tier = DEVICE if llm.device.accelerator else HOST
-    limit = llm.limits.of(tier)
+    tier = DEVICE if model.device.accelerator else HOST
+    limit = model.limits.of(tier)
     hidden = sum(2 * len(ids) * spec.width * spec.itemsize for ids in texts)
     needed = max(layer.nbytes for layer in spec.layers) + hidden + beside
     if limit is not None and needed > limit:
         held = f"the largest layer of {spec.name} and what goes through it take {format_bytes(needed)}"
         raise ValueError(f"{held}, and {format_bytes(limit)} may be held; give more memory, or fewer or shorter texts")
-
-
-INCHES = 0.42  # of a head
-MOST_WRITTEN = 400  # heads; the numbers of more could not be read
-DARK = 0.6  # share from which a number is written in white
-
-
-def draw_heads(budgets: HeadBudgets, budget: float, file: Path) -> None:
-    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
-
-    layers, heads = budgets.shape
-    by_head = budgets.at(budget)
-    figure = Figure(figsize=(2.5 + INCHES * layers, 1.6 + INCHES * heads), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(100 * np.array(by_head).T, vmin=0, vmax=100, cmap="Blues", aspect="auto")
-    axes.set(xlabel="layer", ylabel="KV head")
-    axes.set_xticks(_ticks(layers))
-    axes.set_yticks(_ticks(heads))
-    if layers * heads <= MOST_WRITTEN:
-        _write(axes, by_head)
-    axes.set_title(f"{budgets.model}: what each KV head keeps of a text where all together keep {100 * budget:g} %", loc="left")
-    figure.colorbar(image, ax=axes, label="% of the tokens")
-    figure.savefig(file, dpi=110)
-
-
-def _ticks(count: int) -> list[int]:
-    return list(range(0, count, 1 + count // 40))
-
-
-def _write(axes: Axes, by_head: ByHead) -> None:
-    for layer, of_layer in enumerate(by_head):
-        for head, share in enumerate(of_layer):
-            colour = "white" if share > DARK else "black"
-            axes.text(layer, head, f"{100 * share:.0f}", ha="center", va="center", fontsize="x-small", color=colour)
 
 
 LEAST_SCORE = 1e-6  # of tokens that get no attention, and added to all scores

@@ -1,0 +1,162 @@
+"""Head budgets are measured at a model's first use that wants them, where that takes little time, and kept; a reading that was
+interrupted goes on, and one that would take too long is given up at its beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from h2o_flexgen import calibrate, run
+from h2o_flexgen.calibration.calibration import Calibration
+from h2o_flexgen.calibration.calibration import calibrate as calibrated
+from h2o_flexgen.calibration.kept_reading import KeptReading, Pace, TakesTooLong
+from h2o_flexgen.calibration.text_reading import ReadSoFar
+from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
+from h2o_flexgen.engine.reports import Stages
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.head_budgets import HeadBudgets, read_head_budgets
+from h2o_flexgen.session.measured_heads import HeadMeasuring
+from tests.helpers.commands import Result, called
+from tests.helpers.contract import Checkpoints, distinct_prompts
+
+TEXTS = distinct_prompts((17, 20), seed=3)
+Measured = Callable[[float], "tuple[HeadBudgets | None, list[str]]"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def kept_for(model: Path) -> Path:
+    place = kept_file(str(model), HEAD_BUDGETS)
+    assert place is not None
+    return place
+
+
+@pytest.fixture
+def ran(capfd: pytest.CaptureFixture[str], offload: Path, tiny_llama: Path) -> Callable[..., Result]:
+    def call(main: Any, *argv: object) -> Result:
+        common = ("--model", tiny_llama, "--device", "cpu", "--dtype", "float32", "--offload-dir", offload)
+        return called(main, capfd, *common, *argv)
+
+    return call
+
+
+ASKED = ("--kv-policy", "h2o", "--prompt-len", 40, "--gen-len", 4, "--num-prompts", 1)
+ON_DISK = ("--percent", 0, 0, 0, 0, 0, 0)
+
+
+def test_the_first_run_that_evicts_measures_what_later_ones_go_by(ran: Callable[..., Result], tiny_llama: Path) -> None:
+    place = kept_for(tiny_llama)
+    assert ran(run.main, *ASKED, "--head-budgets", "equal").json["plan"]["head_budgets"] is None and not place.exists()
+    assert ran(run.main, *ASKED, "--dummy-weights").json["plan"]["head_budgets"] is None and not place.exists()
+    first = ran(run.main, *ASKED, *ON_DISK)
+    budgets = read_head_budgets(place)
+    assert first.json["plan"]["head_budgets"]["checksum"] == budgets.checksum
+    assert any("heads     what each needs is measured now, once for this model, in about" in line for line in first.err)
+    assert [*place.parent.iterdir()] == [place], "what was read so far is removed"
+    again = ran(run.main, *ASKED)
+    assert again.json["plan"]["head_budgets"] == first.json["plan"]["head_budgets"]
+    assert not any("measured now" in line for line in again.err)
+    place.unlink()
+    tokens = budgets.source.split(" tokens")[0].rpartition(" ")[2]
+    assert ran(calibrate.main, "--tokens", tokens).json["checksum"] == budgets.checksum
+
+
+@pytest.mark.parametrize("percent", [None, "auto"])
+def test_python_measures_too_unless_a_plan_says_what_heads_keep(percent: str | None, checkpoints: Checkpoints) -> None:
+    folder = checkpoints.folder("llama-gqa")
+    with LLM(folder, plan=Plan.create(kv_policy="h2o"), dtype="float32", device="cpu", tokenizer="bytes") as llm:
+        assert llm.plan.head_budgets is None and not kept_for(folder).exists()
+    asked: dict[str, Any] = {"kv_policy": "h2o", "kv_budget": 0.5, "percent": percent}
+    with LLM(folder, dtype="float32", device="cpu", tokenizer="bytes", **asked) as llm:
+        llm.generate([[5] * 30])
+        assert llm.plan.head_budgets == read_head_budgets(kept_for(folder))
+
+
+def interrupted_after(layers: int) -> Callable[[int, int], None]:
+    def on_layer(done: int, all_layers: int) -> None:
+        if done == layers:
+            raise KeyboardInterrupt
+
+    return on_layer
+
+
+def test_a_reading_that_was_interrupted_goes_on(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    kept, seen = KeptReading(tmp_path / "x.reading", "these"), []
+    with LLM(str(checkpoints.folder("llama-gqa")), dtype="float32") as llm:
+        model = llm.loaded.reading
+        whole = calibrated(model, TEXTS, "texts")
+        with pytest.raises(KeyboardInterrupt):
+            calibrated(model, TEXTS, "texts", interrupted_after(len(model.layers) - 1), kept=kept)
+        rest = calibrated(model, TEXTS, "texts", lambda done, layers: seen.append((done, layers)), kept=kept)
+        others = KeptReading(kept.file, "others")
+        assert others.found(2) is None and kept.found(2) is not None and kept.found(3) is None
+        kept.file.write_bytes(b"no tensors")
+        assert kept.found(2) is None
+        kept.remove()
+        assert kept.found(2) is None
+    assert seen == [(len(model.layers), len(model.layers))]
+    assert_equal(whole, rest)
+
+
+def assert_equal(one: Calibration, other: Calibration) -> None:
+    assert one.head_budgets == other.head_budgets
+    for budget, shares in one.shares.items():
+        assert all((a == b).all() for a, b in zip(shares, other.shares[budget], strict=True))
+
+
+def clock(*times: float) -> Callable[[], float]:
+    return iter(times).__next__
+
+
+def read_by(pace: Pace, first_layer: int) -> None:
+    """Reads a layer of three texts with a pace: two seconds to load it, and three for its first text."""
+    layers = [SimpleNamespace(nbytes=one) for one in (10, 10, 20)]
+    model: Any = SimpleNamespace(layers=layers)
+    hidden: Any = [None] * 3
+    pace.begin()
+    for texts in range(4):
+        pace.note(ReadSoFar(first_layer, texts, hidden), model)
+
+
+def test_the_first_text_tells_how_long_all_layers_take() -> None:
+    told: list[float] = []
+    read_by(Pace(44.0, told.append, clock(100.0, 102.0, 105.0)), 0)
+    read_by(Pace(11.0, told.append, clock(100.0, 102.0, 105.0)), 2)
+    assert told == [44.0, 11.0]  # of all layers, and of the last one alone
+    with pytest.raises(TakesTooLong, match="it takes about 44 s"):
+        read_by(Pace(43.9, told.append, clock(100.0, 102.0, 105.0)), 0)
+    assert len(told) == 2
+
+
+@pytest.fixture
+def measured(checkpoints: Checkpoints) -> Iterator[Measured]:
+    folder = checkpoints.folder("llama-gqa")
+    with LLM(folder, dtype="float32", device="cpu", tokenizer="bytes") as llm:
+
+        def call(most_seconds: float) -> tuple[HeadBudgets | None, list[str]]:
+            said: list[str] = []
+            measuring = HeadMeasuring(str(folder), llm.tokenizer, Stages(None), said.append, most_seconds)
+            return measuring.budgets(llm.loaded.reading), said
+
+        yield call
+
+
+def test_what_takes_too_long_is_left_to_the_command(
+    measured: Measured, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints.folder("llama-gqa")
+    said = "heads     all keep as much: what each needs takes about "
+    command = f" to measure, once: python -m h2o_flexgen.calibrate --model {folder}"
+    found, lines = measured(0.0)
+    assert found is None and len(lines) == 1 and lines[0].startswith(said) and lines[0].endswith(command)
+    kept_for(folder).with_suffix(".seconds").write_text("7200", encoding="utf-8")
+    monkeypatch.setattr("h2o_flexgen.session.measured_heads.calibrate", lambda *_, **__: pytest.fail("it was read"))
+    assert measured(120.0) == (None, [f"{said}120 min{command}"])
