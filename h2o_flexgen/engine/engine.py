@@ -604,7 +604,7 @@ class Engine:
         cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         own = cache if len(rows.parts) == 1 else _cache_of(part, cache)
         with suppress(OnlyChosen):
-            self._computed(visit, part, states, Kept(partial(own.choose, part.levels), {}))
+            self._computed(visit, part, states, Kept(partial(own.choose, part.levels)))
         return 0
 
     def _of_head(self, visit: Visit) -> OfHead:
