@@ -20,14 +20,14 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import Case, Checkpoints, generate_with, hold_contract
-from tests.helpers.resident import _caches, _levels, _through_layers
+from tests.helpers.resident import _caches, _levels, _states, _through_layers
 
 KVZIP = (("kv_policy", "kvzip"), ("heavy", 4), ("recent", 3))
 LONGEST = 127  # tokens of a prompt, of a model of 128 positions: every token of its echo is a part
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel", "qwen3"])
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel", "qwen3", "qwen3-5", "bamba"])
 def test_scores_are_the_highest_attention_that_transformers_gives_a_prompt_when_it_reads_it_twice(
     kind: str, checkpoints: Checkpoints
 ) -> None:
@@ -37,7 +37,7 @@ def test_scores_are_the_highest_attention_that_transformers_gives_a_prompt_when_
     occupancy = policy.occupancy(Batch((0,), (40,)), 1)
     now = KVStep.of(occupancy.at(0), occupancy.capacity, cpu, echoes_within=model.spec.max_positions)
     caches = _caches(model, _levels(model, policy), 1, [occupancy.capacity], False, cpu, PLAIN)
-    _through_layers(model, weights, caches, [now], torch.tensor([prompt * 2]))
+    _through_layers(model, weights, caches, [now], torch.tensor([prompt * 2]), states=_states(model, 1, cpu))
     for layer, shares in zip(caches.values(), attentions(checkpoints, kind, prompt * 2), strict=True):
         ((_, _, cache),) = layer.caches
         assert cache._scores is not None and cache._scores.scores is not None
@@ -46,12 +46,13 @@ def test_scores_are_the_highest_attention_that_transformers_gives_a_prompt_when_
 
 
 def attentions(checkpoints: Checkpoints, kind: str, text: list[int]) -> list[Tensor]:
-    """What each layer of transformers' model attends, (heads, tokens, tokens)."""
+    """What each attention of transformers' model attends, (heads, tokens, tokens)."""
     model: Any = checkpoints.hf_model(kind, "float32")
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        found: list[Tensor] = [each[0] for each in model(torch.tensor([text]), output_attentions=True).attentions]
+        attended = model(torch.tensor([text]), output_attentions=True).attentions
+        found: list[Tensor] = [each[0] for each in attended if each is not None]
     finally:
         model.set_attn_implementation(usual)
     return found
@@ -74,7 +75,7 @@ def test_values_in_keys_are_not_copied_beside_them(monkeypatch: pytest.MonkeyPat
     assert is_one == [True, True, False, False]
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama-gqa"])
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "qwen3-5"])
 def test_an_echo_comes_in_parts_where_positions_are_few_and_a_row_says_what_it_says_alone(
     kind: str, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:

@@ -21,6 +21,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.row_states import OpenStates, StateStore
 from h2o_flexgen.engine.stores.states_in_memory import StatesInPassing
+from h2o_flexgen.engine.stores.states_of_echoes import EchoedStates
 from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model
@@ -28,13 +29,12 @@ from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.plan import BFLOAT16, STATE_DTYPES, Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Key, Op, Task
 from tests import test_conversation as talks
 from tests import test_pipeline as pipelines
 from tests import test_stream as stream
-from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.contract import BY_HEAD, POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.pairwise import covering, in_turn, on_devices
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import tiny_config
@@ -62,7 +62,7 @@ CHOICES = {
     "buffers": (2, 1, 3),
     "sep_layer": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
-    "policy": (POLICIES[0], POLICIES[1], POLICIES[5]),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[5], POLICIES[11], BY_HEAD[0], BY_HEAD[1]),
     "prefill_tokens": (1024, 12, 3),
     ("weight_codec", "compute"): ((PLAIN, EXACT), ("group4", INT8)),
     "kv_codec": (PLAIN, "group4"),
@@ -130,7 +130,7 @@ RUNNING = {
     "gpu_batch_size": (2, 1, 3),
     "num_gpu_batches": (2, 1),
     "schedule": ("zigzag", "flexgen_barrier"),
-    "policy": (POLICIES[0], POLICIES[1]),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[11], BY_HEAD[3]),
     "prefill_tokens": (1024, 12, 3),
     "state_dtype": STATE_DTYPES,
 }
@@ -146,7 +146,7 @@ def test_rows_that_come_and_go_say_what_they_say_alone(
 TALKS = {
     "kind": KINDS[:2],
     "percent": (MIXED, ON_DISK, RESIDENT),
-    "policy": (POLICIES[0], POLICIES[1]),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[11]),
     "prefill_tokens": (1024, 4),
     "state_dtype": STATE_DTYPES,
 }
@@ -261,24 +261,38 @@ def test_states_that_stay_where_their_rows_were_are_found(checkpoints: Checkpoin
 # -- plans -----------------------------------------------------------------------------------------------------------------
 
 
-OF_HEADS = {"kv_policy": "h2o", "kv_budget": 0.5, "head_budgets": HeadBudgets("tiny", "made up", (0.5,), (((0.6, 0.4),),))}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kv_policy": "kvzip", "kv_budget": 0.5}, "kv_policy 'kvzip'"),
-    (OF_HEADS, "head budgets"),
-]
+TWICE = Case("qwen3-5", ON_DISK, (14, 9, 12, 3), 5, policy=POLICIES[11])
 
 
-@pytest.mark.parametrize(("options", "what"), REFUSED, ids=[what for _, what in REFUSED])
-def test_what_is_not_done_yet_is_refused(options: dict[str, Any], what: str) -> None:
-    spec, plan = create_model(tiny_config("lfm2"), "float32").spec, Plan.create(**options)
-    said = one_line(lambda: BlockPlans.of(spec, plan, Workload((5, 6), 3), Site(True)))
-    assert said.startswith(f"rows of {spec.name} have a state in some layers") and what in said
+def echo_leaves_a_trace() -> AbstractContextManager[object]:
+    """The states behind an echo are taken for those behind the prompt."""
+
+    def passed(self: EchoedStates, name: str, *given: Any) -> Any:
+        return RowStates.passed(self, name, *given)
+
+    return patch.object(EchoedStates, "passed", passed)
 
 
-def test_it_is_refused_before_weights_are_loaded(checkpoints: Checkpoints, offload: Path) -> None:
-    with Case("lfm2", ON_DISK).open(checkpoints, offload, kv_policy="kvzip", kv_budget=0.5) as llm:
-        assert "have a state in some layers" in one_line(lambda: llm.generate("one"))
-        assert llm.loaded._engine is None
+def echo_begins_anew() -> AbstractContextManager[object]:
+    """An echo finds states of a text that begins."""
+    usual = EchoedStates._echoed
+
+    def echoed(self: EchoedStates, name: str, *given: Any) -> Any:
+        zeros = {own: one.new_zeros(one.shape) for own, one in self.by_name.items()}
+        return usual(EchoedStates(zeros, self.lengths, step=self.step), name, *given)
+
+    return patch.object(EchoedStates, "_echoed", echoed)
+
+
+@pytest.mark.parametrize("fault", [nullcontext, echo_leaves_a_trace, echo_begins_anew])
+def test_states_are_those_behind_a_prompt_that_is_read_twice(
+    fault: Callable[[], AbstractContextManager[object]], checkpoints: Checkpoints, offload: Path
+) -> None:
+    assert TWICE.kv_policy.echoes
+    for rows in TWICE.batches():
+        checkpoints.resident_logits(TWICE, rows)  # without the fault
+    with fault(), nullcontext() if fault is nullcontext else pytest.raises(AssertionError):
+        hold_contract(TWICE, checkpoints, offload)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("lfm2", "conv"), ("qwen3-5", "linear_attention")])

@@ -40,6 +40,7 @@ from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateStore
 from h2o_flexgen.engine.stores.row_stores import KVLevels, RowStores
 from h2o_flexgen.engine.stores.states_in_memory import States, StatesInPassing, begin_behind
+from h2o_flexgen.engine.stores.states_of_echoes import EchoedStates
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept
@@ -87,8 +88,12 @@ class KeptOfRows(NamedTuple):
 
     def part(self, part: RowsPart) -> Kept:
         """What a part is handed, once: its states begin then."""
-        states = self.states_of(part)
-        return Kept(self.attend_of(part), RowStates(states.in_full, part.lengths if states.kept else None), states.keep)
+        states, attend = self.states_of(part), self.attend_of(part)
+        if not states.kept:
+            return Kept(attend)
+        if part.now.echoes_within is not None:
+            return Kept(attend, EchoedStates(states.in_full, part.lengths, step=part.now), states.keep)
+        return Kept(attend, RowStates(states.in_full, part.lengths), states.keep)
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,6 @@ class BlockPlan:
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
         plan.refuse_recall(spec, site)
-        if spec.state_layers:
-            _refuse_what_states_cannot(spec, plan)
         if plan.policy.echoes:
             block = block.echoed(spec.max_positions)
         levels = plan.levels(spec) if levels is None else levels
@@ -170,17 +168,6 @@ def _refuse_what_rows_have_not(spec: ModelSpec, plan: Plan) -> None:
         raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
     if spec.state_layers and not spec.kv_layers:
         raise ValueError(f"no layer of {spec.name} has attention, and models of states alone are not run; take another model")
-
-
-def _refuse_what_states_cannot(spec: ModelSpec, plan: Plan) -> None:
-    """Refuses what is not done yet for layers in which rows have a state."""
-    advice = {
-        f"kv_policy {plan.kv_policy!r}, which reads prompts twice,": plan.policy.echoes and "take another policy",
-        "head budgets": plan.head_budgets is not None and "leave them out",
-    }
-    for what, instead in advice.items():
-        if instead:
-            raise ValueError(f"rows of {spec.name} have a state in some layers, and {what} cannot be had with it; {instead}")
 
 
 @dataclass(frozen=True)

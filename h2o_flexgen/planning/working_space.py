@@ -272,6 +272,7 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at
     attention += total * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
     passing = max(width for width, _ in spec.passing_widths) * spec.itemsize
     passing_states = _states_bytes(spec, site, batch.size, min(batch.prompt_len * batch.readings, at_once))
+    passing_states += _echoed_states_bytes(spec, batch.size) + tokens * passing if batch.echoes and spec.state_layers else 0
     most = max(attention, tokens * (normed + passing) + passing_states) + tokens * _rounding_bytes(spec, site)
     return most + (_pieces_bytes(spec, levels, total) if total > tokens else 0)
 
@@ -318,6 +319,11 @@ def _states_bytes(spec: ModelSpec, site: Site, rows: int, tokens: int) -> int:
         elif tokens > 1:
             of_row.append(in_full)
     return rows * max(of_row)
+
+
+def _echoed_states_bytes(spec: ModelSpec, rows: int) -> int:
+    """Bytes of the states that an echo changes instead of those of the rows."""
+    return rows * max(sum(one.in_full.nbytes for one in layer.states) for layer in spec.unlike_layers)
 
 
 def _in_heads_bytes(spec: ModelSpec, occupancy: Occupancy, at_once: int, threads: int) -> int:

@@ -208,7 +208,7 @@ class Case:
         options = dict(self.policy)
         if "head_shares" not in options:
             return options
-        budgets = head_budgets(options.pop("head_shares"), kv_heads(self.kind))
+        budgets = head_budgets(options.pop("head_shares"), kv_heads(self.kind), kv_layers(self.kind))
         return options | {"head_budgets": budgets, "kv_budget": budgets.budgets[0]}
 
     @property
@@ -257,17 +257,19 @@ def kv_heads(kind: str) -> int:
     return create_model(tiny.tiny_config(kind), "float32").spec.kv_heads
 
 
-def head_budgets(shares: Shares, heads: int) -> HeadBudgets:
-    """These shares of the first heads, as a file of a model would have them."""
-    own = tuple(of_layer[:heads] for of_layer in shares)
+@cache
+def kv_layers(kind: str) -> int:
+    return len(create_model(tiny.tiny_config(kind), "float32").spec.kv_layers)
+
+
+def head_budgets(shares: Shares, heads: int, layers: int | None = None) -> HeadBudgets:
+    """These shares of the first heads and the first layers with attention, as a file of a model would have them."""
+    own = tuple(of_layer[:heads] for of_layer in shares[:layers])
     return HeadBudgets("a tiny model", "made up", (fmean(chain.from_iterable(own)),), (own,))
 
 
 def fits(kind: str, policy: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether a policy is for a kind of models. What is told of each KV head is not, where layers have unlike numbers, nor is
-    what reads prompts twice, where rows have states."""
-    if kind in WITH_STATES and ("head_shares" in dict(policy) or Case(policy=policy).kv_policy.echoes):
-        return False
+    """Whether a policy is for a kind of models. What is told of each KV head is not, where layers have unlike numbers."""
     return kind not in UNLIKE_HEADS or not {"head_shares", "probe"} & dict(policy).keys()
 
 

@@ -18,6 +18,7 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.layer_judges import linear_judges
+from h2o_flexgen.engine.stores.states_of_echoes import EchoedStates
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.more_keys import More
@@ -299,7 +300,8 @@ def _through_layers(
     for layer, spec in enumerate(model.spec.layers[:-1]):
         attend = partial(caches[layer].attend, now) if spec.has_kv else nothing_to_attend
         own_states = {} if states is None else states.get(layer, {})
-        of_rows = RowStates(own_states, real if own_states else None)
+        echoes = bool(own_states) and now[0].echoes_within is not None
+        of_rows = EchoedStates(own_states, real, step=now[0]) if echoes else RowStates(own_states, real)
         usual = partial(Given, attend=attend, in_heads=now[0].is_prefill, states=of_rows)
         given = (usual(now[0].text_positions[:, piece]) for piece in pieces)
         each = [computed(model, spec, hidden[:, piece], weights[layer], own) for piece, own in zip(pieces, given)]
