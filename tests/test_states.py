@@ -122,6 +122,12 @@ def test_a_run_moves_the_bytes_that_are_predicted(
 ) -> None:
     case = replace(case_of(values), lengths=RAGGED, num_gpu_batches=3)
     assert assert_moved_as_predicted(case, checkpoints, offload)["read"] > 0
+    with case.open(checkpoints, offload) as llm:
+        llm.generate(case.prompts, case.params)
+        assert llm.stats is not None
+        states = llm.stats.moved_of["states"]
+        assert states["read"] == states["write"] > 0
+        assert sum(by_lane.get("read", 0) for by_lane in llm.stats.moved_of.values()) == llm.stats.moved_bytes["read"]
 
 
 RUNNING = {

@@ -11,6 +11,7 @@ from h2o_flexgen.core.workload import BlockSize
 from h2o_flexgen.engine.drafts import Drafted
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.schedule.ops import Data, Op
 
 
 class Peaks(NamedTuple):
@@ -18,6 +19,16 @@ class Peaks(NamedTuple):
 
     peak_bytes: Mapping[str, int]  # the host's is the process's resident memory
     over_budget_bytes: Mapping[str, int]
+
+
+def _by_data(moved: Mapping[Op, int]) -> dict[str, dict[str, int]]:
+    """Bytes of each kind of data that moved, by lane; of KV also what the host attended."""
+    found: dict[str, dict[str, int]] = {}
+    for op in Op:
+        if moved.get(op) and op.data is not Data.NOTHING:
+            of_data = found.setdefault(op.data.words, {})
+            of_data[op.lane] = of_data.get(op.lane, 0) + moved[op]
+    return found
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class Stats:
     total_seconds: float
     step_seconds: tuple[float, ...]  # seconds of every decode step of every block
     moved_bytes: dict[str, int]  # bytes per lane
+    moved_of: dict[str, dict[str, int]]  # the same of weights, KV, states and activations
     skipped_bytes: dict[str, int]  # what was not moved: experts that no row chose, tokens that several KV heads chose
     busy_seconds: dict[str, float]  # seconds per lane
     peaks: Peaks
@@ -51,10 +63,12 @@ class Stats:
     def counted(cls, num_prompts: int, prompt_tokens: int, generated: int, runs: Sequence[BlockRun], peaks: Peaks) -> Stats:
         ended = tuple(run for run in runs if run.shortage is None)
         moved: Counter[str] = Counter()
+        by_op: Counter[Op] = Counter()
         skipped: Counter[str] = Counter()
         busy: Counter[str] = Counter()
         for run in runs:
             moved.update(run.moved_bytes)
+            by_op.update(run.moved_of)
             skipped.update(run.skipped_bytes)
             busy.update(run.busy_seconds)
         prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
@@ -67,6 +81,7 @@ class Stats:
             total_seconds=prefill + decode,
             step_seconds=tuple(seconds for run in ended for seconds in run.step_seconds),
             moved_bytes=dict(moved),
+            moved_of=_by_data(by_op),
             skipped_bytes={lane: nbytes for lane, nbytes in skipped.items() if nbytes},
             busy_seconds=dict(busy),
             peaks=peaks,

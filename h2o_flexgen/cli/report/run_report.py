@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
-from h2o_flexgen.cli.report import Entry, document_of, lines_of, noted, told
+from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, told
 from h2o_flexgen.cli.report.summary import (
     Timing,
     append_log,
@@ -32,6 +32,7 @@ from h2o_flexgen.cli.run_request import NamedByPlan
 from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, table
 from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.core.model_spec import LayerName
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.resources import get_num_threads
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.memory.host import peak_resident_bytes
@@ -69,7 +70,7 @@ class RunOutcome:
         say(self._pictures())
         if self.job.predicted is not None:
             say(["", *self.job.predicted.beside(self.stats), *self._missed_limit()])
-        say(["", *lines_of(self._summary), *lines_of(self._drafts)])
+        say(["", *lines_of(self._summary), *lines_of(self._moved), *lines_of(self._drafts)])
         say_broken(self.stats.peaks)
         rates = self._rates_of_machine()
         try:
@@ -162,6 +163,7 @@ class RunOutcome:
         yield peaks_entry(self.stats.peaks)
         yield noted(process_peak_bytes=peak_resident_bytes(), shrunk=[list(size) for size in self.stats.shrunk])
         yield self._lanes(machine)
+        yield from self._moved
         yield from _graphs(self.stats)
         yield from self._drafts
         yield noted(seed=self.seed, threads=get_num_threads())
@@ -175,6 +177,13 @@ class RunOutcome:
         bounds = {} if machine is None else self._bounds(machine, predicted)
         lanes = lane_reports(self.stats, by_lane(predicted), self.seconds, bounds)
         return noted(lanes={lane: asdict(one) for lane, one in lanes.items()})
+
+    @property
+    def _moved(self) -> Iterator[Entry]:
+        """What was moved between memories."""
+        if moved := self.stats.moved_of:
+            words = ", ".join(f"{what} {format_bytes(sum(by_lane.values()))}" for what, by_lane in moved.items())
+            yield entry("moved", words, moved_of=moved)
 
     @property
     def _drafts(self) -> Iterator[Entry]:
