@@ -26,7 +26,6 @@ from tests.helpers import tiny
 from tests.helpers.contract import (
     BESIDE_SCANS,
     BY_HEAD,
-    GATED,
     POLICIES,
     STORED,
     WEIGHTS,
@@ -80,7 +79,7 @@ def random_case(random: Random, devices: Sequence[str]) -> Case:
         weight_codec=weight_codec,
         compute=compute,
         kv_codec=kept_as(kind, random.choice([PLAIN, PLAIN, "group4", "group8"])),
-        attend_on=DEVICE if kind in (*GATED, *BESIDE_SCANS) else random.choice([DEVICE, HOST]),
+        attend_on=DEVICE if kind in BESIDE_SCANS else random.choice([DEVICE, HOST]),
     )
 
 

@@ -34,7 +34,7 @@ from h2o_flexgen.schedule.ops import Key, Op, Task
 from tests import test_conversation as talks
 from tests import test_pipeline as pipelines
 from tests import test_stream as stream
-from tests.helpers.contract import BY_HEAD, POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.contract import BY_HEAD, GATED, POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.pairwise import covering, in_turn, on_devices
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import tiny_config
@@ -308,8 +308,26 @@ def test_a_model_without_attention_is_refused(kind: str, name: str) -> None:
     assert "has attention" in one_line(lambda: BlockPlans.of(spec, Plan(), Workload((5, 6), 3), Site()))
 
 
-def test_attention_with_a_gate_is_not_for_the_host(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
-    case = Case("qwen3-5", ON_HOST, device="pretended", attend_on=HOST)
+BESIDE = {
+    "kind": (*GATED, "lfm2"),
+    "percent": (ON_HOST, MIXED, ON_DISK),
+    ("gpu_batch_size", "num_gpu_batches"): ((2, 2), (3, 1), (1, 4)),
+    "sep_layer": (True, False),
+    "policy": (POLICIES[0], POLICIES[1]),
+    "state_dtype": STATE_DTYPES,
+}
+
+
+@pytest.mark.parametrize("values", covering(BESIDE))
+def test_the_host_attends_where_attention_has_a_gate(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """The gate is handed on with the hidden states to where the outcome comes."""
+    hold_contract(replace(case_of(values), device="pretended", attend_on=HOST), checkpoints, offload)
+
+
+def test_attention_beside_a_scan_is_not_for_the_host(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    case = Case("falcon-h1", ON_HOST, device="pretended", attend_on=HOST)
     assert "attention of" in one_line(lambda: case.open(checkpoints, offload))
 
 

@@ -162,6 +162,7 @@ class AttentionHalves:
     out_width: int  # values per token that it hands on
     used_behind: frozenset[str]  # the names of the tensors that are used behind that point
     used_after: frozenset[str] = frozenset()  # those of them that belong to the functions after the attention
+    beside: int = 0  # values per token that the first half hands on, between hidden states and the outcome, for the second one
 
 
 @dataclass(frozen=True)
@@ -573,14 +574,16 @@ class ModelSpec:
         that end behind an attention, and so hand on no outcome of it beside their hidden states."""
         if not self.can_attend_on_host:
             raise ValueError(
-                f"attention of {self.name} has a gate, which is not there where the CPU attends; leave attend_on 'host' out "
-                "(on the command line --cpu-cache-compute)"
+                f"attention of {self.name} stands beside a scan, and both are one layer; leave attend_on 'host' out (on the "
+                "command line --cpu-cache-compute)"
             )
         layers: list[LayerSpec] = []
         rest: LayerSpec | None = None  # a second half that has nothing after it yet
         for number, layer in enumerate(self.layers):
             if layer.halves is not None:
-                before, behind = _cut(layer, layer.halves, self.width + self.heads * self.at(number).head_dim)
+                before, behind = _cut(
+                    layer, layer.halves, self.width + layer.halves.beside + self.heads * self.at(number).head_dim
+                )
                 layers.append(before if rest is None else _one_behind_the_other(rest, before))
                 rest = behind
             else:

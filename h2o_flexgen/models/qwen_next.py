@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
@@ -28,7 +29,7 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Whole, refuse_short
 from h2o_flexgen.models.layout import Origin, Parameters
-from h2o_flexgen.models.llama import Decoder, Traits
+from h2o_flexgen.models.llama import Decoder, Traits, head_width
 from h2o_flexgen.models.mixture import Mixture
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE
@@ -182,20 +183,37 @@ class DeltaNet(Decoder):
     def mixing_layer(self, config: Config, block: int, origin: Origin) -> LayerSpec:
         if config.layer_types[block] == LINEAR:
             return self._delta_layer(config, origin)
-        return replace(super().mixing_layer(config, block, origin), halves=None)  # the gate is needed behind it
+        layer = super().mixing_layer(config, block, origin)
+        assert layer.halves is not None
+        gate = config.num_attention_heads * head_width(config)  # which is needed behind it
+        return replace(layer, halves=replace(layer.halves, beside=gate))
 
     def attention_parameters(self, width: int, q_width: int, kv_width: int, head_dim: int) -> tuple[Parameters, Parameters]:
         before, behind = super().attention_parameters(width, q_width, kv_width, head_dim)
         return layout.joined(before, layout.linear("self_attn.q_proj", 2 * q_width, width, self._traits.qkv_bias)), behind
 
+    @property
+    def _gate_width(self) -> int:
+        return self.spec.heads * self.spec.head_dim
+
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return gated_sigmoid(*self._gate_and_attended(hidden, weights, given))
+
+    def before_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return torch.cat((hidden, *self._gate_and_attended(hidden, weights, given)), dim=-1)
+
+    def behind_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        hidden, gate, out = hidden.split((self.spec.width, self._gate_width, self._gate_width), dim=-1)
+        return self.with_attended(hidden, gated_sigmoid(gate.contiguous(), out.contiguous()), weights)
+
+    def _gate_and_attended(self, hidden: Tensor, weights: Weights, given: Given) -> tuple[Tensor, Tensor]:
         x = self.normed(hidden, weights, self._traits.norms.before_attention)
         both, k, v = self.projected(x, weights)
         width = self.spec.head_dim
         q, gate = (each.contiguous() for each in tensor_ops.split_heads(both, 2 * width).chunk(2, dim=-1))
         q, k = self.queries_and_keys_normed(q, tensor_ops.split_heads(k, width), weights)
         out = given.attend(NewTokens(q, k, tensor_ops.split_heads(v, width), self._rotary, x))
-        return gated_sigmoid(gate.flatten(-2), out)
+        return gate.flatten(-2), out
 
     # -- the delta rule --------------------------------------------------------------------------------------------------
 

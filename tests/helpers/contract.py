@@ -50,7 +50,7 @@ Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,
 
 POSITIONS_IN_KEYS = ("bloom", "bloom-between", "mpt", "mpt-clipped")  # which are then not packed
 UNLIKE_HEADS = ("gemma4",)  # kinds of models that have more KV heads in some layers than in others
-GATED = ("qwen3-5", "qwen3-5-moe", "qwen3-next")  # with gates of attention, which are not there where the host attends
+GATED = ("qwen3-5", "qwen3-5-moe", "qwen3-next")  # attention has a gate
 # rows have a state in some layers
 OF_MAMBA = (
     "bamba",
@@ -62,7 +62,7 @@ OF_MAMBA = (
     "nemotron-h-latent",
     "nemotron-h-dense",
 )
-BESIDE_SCANS = ("falcon-h1", "falcon-h1-normed")  # attention stands beside a scan, and does not either where the host attends
+BESIDE_SCANS = ("falcon-h1", "falcon-h1-normed")  # attention stands beside a scan, and not where the host attends
 WITH_STATES = (*GATED, "lfm2", "lfm2-short", "lfm2-moe", *OF_MAMBA)
 GGUF, WITH_HEAD = "gguf-", " with its head"  # checkpoints that are GGUF files; and whose head is packed, too
 

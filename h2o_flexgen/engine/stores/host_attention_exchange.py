@@ -50,6 +50,7 @@ class AskedStore:
         self._dtype = DTYPES[spec.dtype]
         self._places: dict[int, tuple[Arena, Tensor]] = {}  # of each batch
         self._questions: dict[int, _Question] = {}
+        self._widths: dict[int, int] = {}  # of the answer of each batch
         self._steps: dict[int, tuple[Steps, Steps]] = {}  # of each batch, as the device has it and as the host needs it
         asking = {batch for layer, batch in schedule.traffic.kv if schedule.traffic.is_beside(layer, batch)}
         with ExitStack() as held:
@@ -76,11 +77,12 @@ class AskedStore:
         more = asked.more and asked.more.each(lambda x: self._sent(batch, next(places), x))
         worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)
         self._questions[batch] = _Question(now, AttentionInput(sent_q, sent_k, sent_v, more, worth), tokens.rotation)
-        return tokens.q.new_zeros(len(tokens.q), 1, tokens.q.shape[2] * tokens.q.shape[3])
+        self._widths[batch] = tokens.q.shape[2] * tokens.q.shape[3]
+        return tokens.q.new_zeros(len(tokens.q), 1, self._widths[batch])
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:
-        """Writes the answer into its place in the hidden states (rows, 1, width) that a COMPUTE has handed on."""
-        out = hidden[..., self._spec.width :]
+        """Writes the answer into its place in the hidden states (rows, 1, width) that a COMPUTE has handed on: it is last."""
+        out = hidden[..., -self._widths[batch] :]
         out.copy_(self._outcome(batch, out.shape), non_blocking=True)
 
     def _sent(self, batch: int, place: int, tensor: Tensor) -> Tensor:
