@@ -84,6 +84,14 @@ def test_the_choice_matters_and_all_of_it_is_the_full_cache_bit_for_bit(checkpoi
     assert not torch.equal(chosen[1], every[1])
 
 
+@pytest.mark.parametrize("case", [USUAL, LONG], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3-5", "bamba"])
+def test_layers_with_attention_choose_where_others_have_states(
+    kind: str, case: Case, checkpoints: Checkpoints, offload: Path
+) -> None:
+    hold_contract(replace(case, kind=kind), checkpoints, offload)
+
+
 def test_torch_does_without_kernels_what_they_do(checkpoints: Checkpoints, offload: Path) -> None:
     with USUAL.open(checkpoints, offload) as llm:
         wanted, _ = generate_with(llm, USUAL)
@@ -171,7 +179,7 @@ def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Check
     [
         ({"kind": "deepseek-v3"}, None, "with keys that have their values in them; take another model"),
         ({"kind": "bloom"}, None, "with keys that say where they stand; take another model"),
-        ({"kind": "lfm2"}, None, "with rows that have a state; take another model"),
+        ({"kind": "falcon-h1"}, None, "with attention beside a scan; take another model"),
         ({"kind": "mistral-near"}, None, "with windows in all layers, which are read whole; take another model"),
         ({"device": "pretended"}, None, "with an accelerator; compute on the CPU"),
     ],

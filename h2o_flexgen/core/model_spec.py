@@ -581,9 +581,8 @@ class ModelSpec:
         rest: LayerSpec | None = None  # a second half that has nothing after it yet
         for number, layer in enumerate(self.layers):
             if layer.halves is not None:
-                before, behind = _cut(
-                    layer, layer.halves, self.width + layer.halves.beside + self.heads * self.at(number).head_dim
-                )
+                outcome = layer.halves.beside + self.heads * self.at(number).head_dim
+                before, behind = _cut(layer, layer.halves, self.width + outcome)
                 layers.append(before if rest is None else _one_behind_the_other(rest, before))
                 rest = behind
             else:

@@ -297,7 +297,7 @@ class Plan:
             "an accelerator": site.accelerator and "compute on the CPU (device 'cpu')",
             "keys that have their values in them": any(own.values_in_keys for own in spec.of_heads) and "take another model",
             "keys that say where they stand": any(own.position_values for own in spec.of_heads) and "take another model",
-            "rows that have a state": bool(spec.state_layers) and "take another model",
+            "attention beside a scan": any(one.has_kv and one.states for one in spec.unlike_layers) and "take another model",
             "windows in all layers, which are read whole": all(spec.windows) and "take another model",
         }
         for what, instead in lacks.items():

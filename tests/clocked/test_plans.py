@@ -62,6 +62,8 @@ WITH_STATES = {
     "buffers": (2, 1),
     "schedule": ("zigzag", "row_by_row"),
     "prefill_tokens": (1024, 12),
+    "policy": (POLICIES[0], POLICIES[11]),
+    "attend_on": (DEVICE, HOST),
     "streams_are_quick": (False, True),
 }
 

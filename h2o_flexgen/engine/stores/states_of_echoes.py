@@ -1,5 +1,5 @@
-"""States of rows whose prompts are read twice. The echo goes on from the states behind the prompt, and so does each part of it,
-as each part follows the prompt where it is attended. What an echo makes of them is not kept."""
+"""The states of rows where prompts are read twice. The echo goes on from the states behind the prompt, and so does each part of
+it, as each part follows the prompt where it is attended. What an echo makes of them is not kept."""
 
 from __future__ import annotations
 
