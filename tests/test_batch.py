@@ -365,8 +365,10 @@ def whole(command: Any, tmp_path: Path) -> dict[str, Any]:
     return records(out)
 
 
-@pytest.mark.parametrize("order", [(), ("--ordered",)])
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)])
+@pytest.mark.parametrize(
+    ("error", "status", "order"),
+    [(KeyboardInterrupt(), 130, ("--ordered",)), (OSError(28, "No space left on device"), 2, ())],
+)
 def test_a_job_goes_on_where_it_ended(
     command: Any, out: Path, tmp_path: Path, whole: Any, error: BaseException, status: int, order: tuple[str, ...]
 ) -> None:

@@ -63,10 +63,11 @@ def near(found: Sequence[float], wanted: Tensor, tolerance: float = 1e-5) -> boo
 def test_vectors_are_those_of_transformers(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
+    """Three of the ways on the one device, the others on the other."""
     prompts, case = drawn(), replace(values["plan"], device=values["device"])
     model = checkpoints.hf_model(case.kind)
     with case.open(checkpoints, offload) as llm:
-        for pooling, normalize in WAYS:
+        for pooling, normalize in (WAYS[place] for place in ((0, 3, 4) if case.device == "cpu" else (1, 2, 5))):
             found = llm.embed(prompts, pooling=pooling, normalize=normalize)
             for one, ids in zip(found, prompts, strict=True):
                 assert near(one.embedding, by_transformers(model, ids, pooling, normalize)), (pooling, len(ids))

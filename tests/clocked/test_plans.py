@@ -114,7 +114,7 @@ SHARING = {
 
 @pytest.mark.parametrize("values", covering(SHARING))
 def test_shared_prefixes(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
-    case = prefixes.SharedCase(own=prefixes.OWN[:8], growth=(2, 1, 3, 1, 4, 2, 1, 3), device=NAME, **values)
+    case = prefixes.SharedCase(own=prefixes.OWN[:7], growth=(2, 1, 3, 1, 4, 2, 1), device=NAME, **values)
     prefixes.hold_contract(case, by_twins, offload)
 
 

@@ -46,8 +46,7 @@ def crashed(*arguments: object, handler: str = "-Xfaulthandler") -> tuple[int, s
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("handler", ["-Xfaulthandler", ""])
+@pytest.mark.parametrize(("threads", "handler"), [(1, "-Xfaulthandler"), (2, "-Xfaulthandler"), (2, "")])
 def test_a_line_names_the_layer_and_the_operation(threads: int, handler: str) -> None:
     status, out, error = crashed(threads, "attention of block 3", 8, handler=handler)
     assert (status, out) == (-signal.SIGSEGV, "")

@@ -80,25 +80,18 @@ def expected(kind: str) -> list[tuple[list[int], Tensor]]:
     return [generate_alone(hf_model(kind), prompt, STEPS) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("sep_layer", [True, False], ids=["apart", "joined"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_rows_give_the_logits_and_tokens_of_transformers(kind: str, sep_layer: bool) -> None:
-    model = create_model(tiny_config(kind), "float32", sep_layer)
-    weights = weights_by_layer(model, hf_tensors(kind))
-    logits = resident_generate(model, weights, PROMPTS, STEPS)
+def test_ragged_rows_give_the_logits_and_tokens_of_transformers(kind: str) -> None:
+    """And attention and MLP apart are bitwise the joined block."""
+    config, tensors = tiny_config(kind), hf_tensors(kind)
+    apart, joined = (create_model(config, "float32", sep_layer) for sep_layer in (True, False))
+    logits, together = (resident_generate(model, weights_by_layer(model, tensors), PROMPTS, STEPS) for model in (apart, joined))
+    assert torch.equal(torch.stack(logits), torch.stack(together))
     tokens = torch.stack(logits).argmax(-1).T.tolist()
     for row, (expected_tokens, expected_logits) in enumerate(expected(kind)):
         torch.testing.assert_close(torch.stack(logits)[:, row], expected_logits, atol=2e-5, rtol=0)
         assert tokens[row] == expected_tokens
     assert len({tuple(row) for row in tokens}) > 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_and_mlp_apart_are_bitwise_the_joined_block(kind: str) -> None:
-    config, tensors = tiny_config(kind), hf_tensors(kind)
-    apart, joined = (create_model(config, "float32", sep_layer) for sep_layer in (True, False))
-    logits = [resident_generate(model, weights_by_layer(model, tensors), PROMPTS, 3) for model in (apart, joined)]
-    assert torch.equal(torch.stack(logits[0]), torch.stack(logits[1]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,17 +129,17 @@ def test_a_router_that_works_in_fp32_has_its_matrix_in_fp32(kind: str) -> None:
     assert packed.format == PLAIN and packed.nbytes == 4 * matrix.numel() and stored in layer.matrices
 
 
-@pytest.mark.parametrize("sep_layer", [True, False], ids=["apart", "joined"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, sep_layer: bool, tmp_path: Path) -> None:
-    spec = create_model(tiny_config(kind), "float32", sep_layer).spec
+def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     save_tiny(kind, tmp_path, seed=3)
     stored = named_in_model(tiny_config(kind), load_file(tmp_path / "model.safetensors"))  # tied ones once
-    assert {name: tensor.shape for name, tensor in spec.tensors.items()} == {n: tuple(t.shape) for n, t in stored.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in hf_tensors(kind).items())
-    assert spec.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
-    for layer in spec.layers:
-        assert len({name for name, _ in layer.tensors}) == len(layer.tensors)
+    for spec in (create_model(tiny_config(kind), "float32", sep_layer).spec for sep_layer in (True, False)):
+        assert {name: tensor.shape for name, tensor in spec.tensors.items()} == shapes
+        assert spec.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
+        for layer in spec.layers:
+            assert len({name for name, _ in layer.tensors}) == len(layer.tensors)
 
 
 @pytest.mark.parametrize("kind", KINDS)

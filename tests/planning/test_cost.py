@@ -76,8 +76,18 @@ def test_what_the_host_attends_moves_questions_answers_and_prompts(
     assert assert_moved_as_predicted(case, checkpoints, offload)["attend"] > 0
 
 
-@pytest.mark.parametrize("kind", ["opt", "opt-350m", "qwen2", "neox-parallel", "gpt-oss", "deepseek-v3"])
-@pytest.mark.parametrize("sep_layer", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "sep_layer"),
+    [
+        ("opt", True),
+        ("opt", False),
+        ("opt-350m", True),
+        ("qwen2", False),
+        ("neox-parallel", True),
+        ("gpt-oss", False),
+        ("deepseek-v3", True),
+    ],
+)
 def test_tied_and_projected_models_too(kind: str, sep_layer: bool, checkpoints: Checkpoints, offload: Path) -> None:
     assert_moved_as_predicted(Case(kind, ALL_ON_DISK, RAGGED, sep_layer=sep_layer), checkpoints, offload)
 

@@ -165,8 +165,16 @@ def held(scores: SlotScores, row: int, count: int) -> list[list[int]]:
     return scores.positions[row, :, :count].sort(-1).values.tolist()
 
 
-@pytest.mark.parametrize("kept", ASKED, ids=name_of)
-@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3)])
+GROUPED, ALONE = (2, 3), (3, 1)  # KV heads, and queries of each: with one there are no sinks, and sums are of one query
+
+
+def with_heads(asked: Sequence[dict[str, Any]]) -> list[Any]:
+    """Each with heads in groups, and every third one with heads of their own."""
+    cases = [(kept, GROUPED) for kept in asked] + [(kept, ALONE) for kept in asked[::3]]
+    return [pytest.param(kept, *heads, id=f"{heads[0]}-{heads[1]}-{name_of(kept)}") for kept, heads in cases]
+
+
+@pytest.mark.parametrize(("kept", "kv_heads", "group"), with_heads(ASKED))
 def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, Any], kv_heads: int, group: int) -> None:
     policy, batch = Plan.create(**kept).policy, Batch(tuple(range(len(LENGTHS))), LENGTHS)
     if "kv_budget" not in kept and "heavy" not in kept and "recent" not in kept and "hh_ratio" not in kept:
@@ -233,8 +241,9 @@ PASSES: tuple[tuple[tuple[int, ...], int], ...] = (
 CONTEXT = 90
 
 
-@pytest.mark.parametrize("kept", [one for one in ASKED if "hh_prompt_only" not in one] + [{}], ids=name_of)
-@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("kept", "kv_heads", "group"), with_heads([*(one for one in ASKED if "hh_prompt_only" not in one), {}])
+)
 def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, Any], kv_heads: int, group: int) -> None:
     """Passes of several tokens over what is held, with decode steps between them."""
     policy, rows, generator = Plan.create(**kept).policy, len(LENGTHS), torch.Generator().manual_seed(group)
