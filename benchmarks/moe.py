@@ -9,11 +9,14 @@ cache: ours keeps the weights that fit beside the rest and reads the others in e
 keeps a fifth by h2o in 4 bits, llama.cpp all in float16. Prompts are computed whole, then a few decode steps are timed behind
 half of the text. All take turns; medians count.
 
-The ceiling of a step: the weights beyond the cap over the disk's rate, or the products of so many rows over the processor's,
-which is the better of before and after all runs. The disk's is the better of some seconds before and behind every run, in the
-middle of the repeats: many disks give more in the first seconds than ever after. Of ours, two more figures tell what the
-schedule leaves over: the share of its busiest lane, which is what its plan read over the disk's rate or the products, and the
-share of the time in which the disk had anything to do. The last line is one JSON document.
+The ceiling of a step: the weights and states beyond the cap over the disk's rate, or the products of so many rows over the
+processor's, which is the better of before and after all runs. The disk's is the better of some seconds before and behind every
+run, in the middle of the repeats: many disks give more in the first seconds than ever after. Of ours, two more figures tell
+what the schedule leaves over: the share of its busiest lane, which is what its plan read and wrote over the disk's rate or the
+products, and the share of the time in which the disk had anything to do. The last line is one JSON document.
+
+Rows of hybrid models have a state, which each step reads and writes whole. Of ours, as much of it stays in memory as fits, and
+then of the weights. With --keep each call may measure some of the lines.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from math import inf
@@ -41,7 +44,7 @@ from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import open_cap
 from benchmarks.comparison.ceiling import Ceiling
-from benchmarks.comparison.checkpoint import spec_in
+from benchmarks.comparison.checkpoint import spec_in, spec_of
 from benchmarks.comparison.command import argument_of, commit, say
 from benchmarks.comparison.launch import Failed, Launcher
 from benchmarks.comparison.one_file import OURS, THEIRS, chosen
@@ -52,7 +55,8 @@ from h2o_flexgen.core.environment import default_offload_folder
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes, parse_bytes
-from h2o_flexgen.formats.kernel_table import INT8
+from h2o_flexgen.formats.kernel_table import FLOAT32, INT8
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import disk_read_rate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +67,8 @@ RANDOM = (
     "page cache feels."
 )
 COLUMNS = ("system", "computes", "rows", "tokens/s", "of ceiling", "of busiest lane", "disk busy", "prompts s", "peak GB")
-BUFFERS = 4  # with two, the disk waits while an attention is computed: slices are small
+STATES, IN_HALF = "state_dtype", "bfloat16"
+BUFFERS = 4  # of ours: with two, the disk waits while an attention is computed: slices are small
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,15 @@ def main() -> int:
     args = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
     file = random_gguf(args.model, Path(args.folder).expanduser().absolute() / "checkpoints")
-    before = calibrated(file)
+    earlier, before = kept(args, file), calibrated(file)
     lines = measured(args, file)
+    anew = {(line.contender.name, line.rows) for line in lines}
+    lines = [*(line for line in earlier if (line.contender.name, line.rows) not in anew), *lines]
     result = document(args, file, before, calibrated(file), lines)
     print_table(result)
     if args.output:
         Path(args.output).mkdir(parents=True, exist_ok=True)
-        write_text(Path(args.output) / f"moe-{args.model.rpartition('/')[2]}.json".lower(), json.dumps(result, indent=1) + "\n")
+        write_text(output_of(args), json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return 0
 
@@ -127,6 +134,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--their-rows", type=int, nargs="+", default=[1, 16, 64], help="of llama.cpp")
     add("--graphs", default="auto", help="of ours: what is recorded of hundreds of rows may be more than --memory has room for")
     add("--rows-at-once", type=int, default=512, help="of ours, in a batch")
+    add("--buffers", type=int, default=BUFFERS, help="of ours: each has room for the states of a batch's rows in a layer, too")
     add("--resident", type=float, metavar="PERCENT", help="of our weights, in memory (default: what fits beside the rest)")
     add("--steps", type=int, default=4, help="decode steps that are timed")
     add("--repeats", type=int, default=1)
@@ -136,7 +144,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--timeout", type=float, default=1800, help="seconds that one run may take")
     add("--folder", default=str(default_offload_folder().parent / "compare"), help="for the file and what is offloaded")
     add("--output", metavar="FOLDER", help="also write moe-....json there")
+    add("--keep", action="store_true", help="lines of the same kind in that file which are not measured anew")
     args = parser.parse_args(argv)
+    if args.keep and not args.output:
+        parser.error("--keep keeps what is in the file of --output; give --output too")
     if args.steps + 2 > args.load.gen_len // 2:
         parser.error(f"--steps {args.steps} do not fit into the second half of {args.load.gen_len} tokens")
     try:
@@ -148,11 +159,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def output_of(args: argparse.Namespace) -> Path:
+    return Path(args.output) / f"moe-{args.model.rpartition('/')[2]}.json".lower()
+
+
+def title_of(args: argparse.Namespace, file: Path) -> str:
+    return f"{args.model} shapes, {stored_of(file)} on disk, {args.load} tokens, in {args.memory / 2**30:g} GiB"
+
+
+def stored_of(file: Path) -> str:
+    return f"{file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()}"
+
+
 def contenders(args: argparse.Namespace) -> list[Contender]:
     share = {} if args.resident is None else {"percent": (0, args.resident, 0, 100, 0, 100)}
-    ours = {**KEPT, "buffers": BUFFERS, "graphs": args.graphs, "rows_at_once": args.rows_at_once, **share}
+    ours = {**KEPT, "buffers": args.buffers, "graphs": args.graphs, "rows_at_once": args.rows_at_once, **share}
+    halved = [IN_HALF] if spec_of(args.model, DTYPE).state_layers else []
     return [
         Contender(OURS, OURS, ours, computes="rows in bfloat16"),
+        *(Contender(f"{OURS}, states in {one}", OURS, {**ours, STATES: one}, computes="rows in bfloat16") for one in halved),
         Contender(f"{OURS}, int8", OURS, {**ours, "compute": INT8}, computes="rows in int8", arithmetic=INT8),
         Contender(THEIRS, THEIRS, {"repacks": False}, computes="rows in int8", arithmetic=INT8, dtype="float16"),
     ]
@@ -196,7 +221,8 @@ def _once_more(args: argparse.Namespace, file: Path, launcher: Launcher, line: L
     now = replace(line, answers=(answer,))
     rate = f"a step {now.step_seconds:.2f} s, {now.tokens_per_s:.1f} tokens/s"
     disk = " and then ".join(f"{rate / 1e9:.2f}" for rate in rates)
-    read = f"{format_bytes(answer.read_bytes_per_step)} read in a step, disk {disk} GB/s"
+    both = f"{format_bytes(answer.read_bytes_per_step)} read and {format_bytes(answer.written_bytes_per_step)} written"
+    read = f"{both} in a step, disk {disk} GB/s; {answer.placement}"
     said = f"prompts {now.prefill_seconds:.1f} s, {rate}, {format_bytes(now.peak_bytes)}, {read}"
     say(f"{line.contender.name}, {line.rows} rows: {said}")
     return replace(line, answers=(*line.answers, answer), disk_rates=(*line.disk_rates, rates))
@@ -222,6 +248,22 @@ def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
     )
 
 
+def kept(args: argparse.Namespace, file: Path) -> list[Line]:
+    """The lines of the file that is there."""
+    if not args.keep or not output_of(args).is_file():
+        return []
+    before = json.loads(output_of(args).read_text(encoding="utf-8"))
+    if before["title"] != title_of(args, file):
+        raise SystemExit(f"{output_of(args)} is of {before['title']!r}, not of {title_of(args, file)!r}; leave out --keep")
+    known = {one.name: one for one in contenders(args)}
+    return [_line_of(row, known[row["system"]]) for row in before["rows"]]
+
+
+def _line_of(row: Mapping[str, Any], contender: Contender) -> Line:
+    answers = tuple(Answer.from_json(json.dumps(answer)) for answer in row["answers"])
+    return Line(contender, row["rows"], answers, tuple((before, after) for before, after in row["disk_read_per_s"]))
+
+
 # -- what was found ----------------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +271,7 @@ def request(args: argparse.Namespace, file: Path, line: Line) -> Request:
 class Bounds:
     """What a machine allows, and how much of it a line has reached."""
 
-    spec: ModelSpec
+    specs: Mapping[str, ModelSpec]  # by the type of the states that rows keep
     machine: Calibration
     memory: float
 
@@ -240,12 +282,13 @@ class Bounds:
         return {"of_ceiling": self._pass(line, self.memory) / line.step_seconds, "of_lane": lane, "disk_busy": line.disk_busy}
 
     def _of_lane(self, line: Line) -> float:
-        read = median(answer.read_bytes_per_step for answer in line.answers)
-        return line.rows / max(read / line.disk_rate, self._pass(line, inf))
+        moved = median(answer.read_bytes_per_step + answer.written_bytes_per_step for answer in line.answers)
+        return line.rows / max(moved / line.disk_rate, self._pass(line, inf))
 
     def _pass(self, line: Line, memory: float) -> float:
         then = replace(self.machine, disk_read_per_s=line.disk_rate)
-        return Ceiling(self.spec, then, memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
+        spec = self.specs[line.contender.options.get(STATES, FLOAT32)]
+        return Ceiling(spec, then, memory, None, line.contender.arithmetic).pass_seconds(line.rows, 1)
 
 
 def document(
@@ -253,20 +296,21 @@ def document(
 ) -> dict[str, object]:
     machine, cap = before.at_best(after), open_cap()
     cap.close()
-    bounds, times = Bounds(spec_in(file, DTYPE), machine, args.memory), times_their_best(lines)
-    stored = f"{file.stat().st_size / 1e9:.1f} GB in {file.stem.rpartition('-')[2].upper()}"
-    memory = f"{args.memory / 2**30:g} GiB"
+    kinds = {line.contender.options.get(STATES, FLOAT32) for line in lines}
+    bounds = Bounds({kind: spec_in(file, DTYPE, Plan(state_dtype=kind)) for kind in kinds}, machine, args.memory)
+    times = times_their_best(lines)
+    stored, memory = stored_of(file), f"{args.memory / 2**30:g} GiB"
     return {
         "benchmark": "moe",
-        "title": f"{args.model} shapes, {stored} on disk, {args.load} tokens, in {memory}",
+        "title": title_of(args, file),
         "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
         f"{machine.machine['torch']}; {machine}; cap: {cap.words}",
         "date": date.today().isoformat(),
         "commit": commit(),
         "command": shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
         "ceiling": "of weights that so many rows ask for: those beyond the cap over the disk's rate, all over the memory's; "
-        "or products over the processor's rate, all measured. Busiest lane: what was read in a step over the disk's rate, or "
-        "products",
+        "states are read and written; or products over the processor's rate, all measured. Busiest lane: what was read and "
+        "written in a step over the disk's rate, or products",
         "unit": "tokens/s in steps",
         "columns": COLUMNS,
         "cells": [cells_of(line, bounds) for line in lines],

@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from benchmarks.baselines.gguf_metadata import add_metadata
+
 STORED = {torch.bfloat16: gguf.GGMLQuantizationType.BF16, torch.float16: gguf.GGMLQuantizationType.F16}
-NO_VOCABULARY = "none"
 SUFFIXES = (".weight", ".bias")
 
 
@@ -28,7 +29,7 @@ def write_gguf(checkpoint: Path, config: Mapping[str, Any], architecture: str, f
     partial = file.with_name(f"{file.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(partial, architecture)
     try:
-        add_sizes(writer, config)
+        add_metadata(writer, config)
         named = _names(config, architecture)
         for name, value in _tensors(checkpoint):
             form = STORED.get(value.dtype)
@@ -42,24 +43,6 @@ def write_gguf(checkpoint: Path, config: Mapping[str, Any], architecture: str, f
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    """What files of all architectures say of their sizes."""
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    head_size = config.get("head_dim") or width // heads
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model(NO_VOCABULARY)
 
 
 def _names(config: Mapping[str, Any], architecture: str) -> Callable[[str], str]:

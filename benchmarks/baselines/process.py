@@ -8,11 +8,20 @@ from pathlib import Path
 
 def bytes_read() -> int:
     """Bytes that this process has read from disks, not from the page cache; 0 if the system does not count them."""
+    return _counted("read_bytes")
+
+
+def bytes_written() -> int:
+    """Bytes that it has had written to disks, alike."""
+    return _counted("write_bytes")
+
+
+def _counted(what: str) -> int:
     counts = Path("/proc/self/io")
     if not counts.exists():
         return 0
     lines = (line.partition(":") for line in counts.read_text(encoding="ascii").splitlines())
-    return next((int(value) for name, _, value in lines if name == "read_bytes"), 0)
+    return next((int(value) for name, _, value in lines if name == what), 0)
 
 
 def disk_seconds(file: Path) -> float | None:

@@ -60,6 +60,7 @@ class Answer:
     disk_busy: float | None = None  # the share of these steps in which the disk had anything to do, as the system counts it
     peak_device_bytes: int = 0  # that torch has taken of a GPU for the process
     link_bytes_per_step: float = 0.0  # that have to reach the accelerator in a decode step, where the system knows
+    written_bytes_per_step: float = 0.0  # to the disk in decode, where the system knows
     wall_seconds: float = 0.0  # of the whole process
 
     def to_json(self) -> str:

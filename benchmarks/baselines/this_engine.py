@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 
 from benchmarks.baselines.installed import versions_of
 from benchmarks.baselines.made_up import is_made_up
-from benchmarks.baselines.process import bytes_read, disk_seconds
+from benchmarks.baselines.process import bytes_read, bytes_written, disk_seconds
 from benchmarks.baselines.request import Answer, Ready, Request
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.core.site import HOST
@@ -21,7 +23,7 @@ from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.planning.cost import Cost
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
 from h2o_flexgen.schedule.ops import LOAD, Op, Task
 from h2o_flexgen.text.given_prompts import made_up_prompts
@@ -53,7 +55,9 @@ class System:
         return most if most < 2 * TILE else most // TILE * TILE
 
     def run(self, request: Request, ready: Ready) -> Answer:
-        request = with_residents(request)
+        if "percent" not in request.options:
+            with ProcessPoolExecutor(1, get_context("spawn")) as another:  # for what is left of many plans would take memory
+                request = another.submit(with_residents, request).result()
         begun = time.perf_counter()
         with _opened(request, request.rows) as llm:
             for workload in workloads(llm.plan, request, request.rows):
@@ -78,6 +82,7 @@ class System:
                 step_seconds=steps.step_seconds,
                 peak_host_bytes=llm.stats.peak_bytes["host"],
                 read_bytes_per_step=steps.read_bytes / max(1, len(steps.step_seconds)),
+                written_bytes_per_step=steps.written_bytes / max(1, len(steps.step_seconds)),
                 notes=notes,
                 disk_busy=steps.disk_busy,
                 link_bytes_per_step=_link_bytes(llm, workloads(llm.plan, request, request.rows)[-1]),
@@ -89,6 +94,7 @@ class _Run:
     prefill_seconds: float
     step_seconds: tuple[float, ...]
     read_bytes: int  # in all steps
+    written_bytes: int
     disk_busy: float | None  # a share of their time
 
     @classmethod
@@ -107,26 +113,27 @@ class _Run:
         stop_at = None if wanted == gen_len - 1 else is_behind
         llm.generate(prompts, _all(gen_len), on_visit=note, stop_at=stop_at, may_shrink=False)
         assert llm.stats is not None
-        read, busy = _Counts.now(request).since(begun[0]) if begun else (0, None)
+        read, written, busy = _Counts.now(request).since(begun[0]) if begun else (0, 0, None)
         untimed = 0 if request.steps is None else 1
-        return cls(llm.stats.prefill_seconds, llm.stats.step_seconds[untimed:wanted], read, busy)
+        return cls(llm.stats.prefill_seconds, llm.stats.step_seconds[untimed:wanted], read, written, busy)
 
 
 class _Counts(NamedTuple):
     at: float
     read_bytes: int
+    written_bytes: int
     disk_seconds: float | None
 
     @classmethod
     def now(cls, request: Request) -> _Counts:
-        return cls(time.perf_counter(), bytes_read(), disk_seconds(Path(request.checkpoint)))
+        return cls(time.perf_counter(), bytes_read(), bytes_written(), disk_seconds(Path(request.checkpoint)))
 
-    def since(self, begun: _Counts) -> tuple[int, float | None]:
-        """The bytes that were read, and the share of the time in which the disk was busy."""
-        read = self.read_bytes - begun.read_bytes
+    def since(self, begun: _Counts) -> tuple[int, int, float | None]:
+        """The bytes that were read and written, and the share of the time in which the disk was busy."""
+        read, written = self.read_bytes - begun.read_bytes, self.written_bytes - begun.written_bytes
         if self.disk_seconds is None or begun.disk_seconds is None:
-            return read, None
-        return read, (self.disk_seconds - begun.disk_seconds) / (self.at - begun.at)
+            return read, written, None
+        return read, written, (self.disk_seconds - begun.disk_seconds) / (self.at - begun.at)
 
 
 def _link_bytes(llm: LLM, workload: Workload) -> float:
@@ -162,14 +169,24 @@ def _opened(request: Request, rows: int) -> LLM:
 
 
 def with_residents(request: Request) -> Request:
-    """The request with as many whole percent of the weights in memory as fit beside the rest, where no placement is given."""
+    """The request with as many whole percent of the weights in memory as fit beside the rest, where no placement is given. If
+    rows have a state, as much of it comes first: a step reads and writes it, and weights are only read."""
     if "percent" in request.options:
         return request
 
-    def with_share(share: int) -> Request:
-        return replace(request, options={**request.options, "percent": (0, share, 0, 100, 0, 100)})
+    def with_shares(share: int, states: int | None) -> Request:
+        state = {} if states is None else {"state": Shares(0.0, states / 100)}
+        return replace(request, options={**request.options, **state, "percent": (0, share, 0, 100, 0, 100)})
 
-    return with_share(largest(lambda share: _fits(with_share(share), request.rows), 100))
+    states = None
+    if "state" not in request.options and _have_states(with_shares(0, None)):
+        states = largest(lambda share: _fits(with_shares(0, share), request.rows), 100)
+    return with_shares(largest(lambda share: _fits(with_shares(share, states), request.rows), 100), states)
+
+
+def _have_states(request: Request) -> bool:
+    with _opened(request, request.rows) as llm:
+        return bool(llm.spec.state_layers)
 
 
 def _fits(request: Request, rows: int) -> bool:

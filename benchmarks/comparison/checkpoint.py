@@ -56,9 +56,9 @@ def spec_of(model: str, dtype: str) -> ModelSpec:
     return create_model(config, dtype, sep_layer=False, name=model).spec
 
 
-def spec_in(file: Path, dtype: str) -> ModelSpec:
-    """The shapes of the model in a GGUF file, with weights as they lie in it."""
-    return OpenedModel.of(str(file), False, dtype, Site()).spec(Plan())
+def spec_in(file: Path, dtype: str, plan: Plan | None = None) -> ModelSpec:
+    """The shapes of the model in a GGUF file, with weights as they lie in it, and the rest as a plan has it."""
+    return OpenedModel.of(str(file), False, dtype, Site()).spec(plan or Plan())
 
 
 def write_checkpoint(model: str, dtype: str, folder: Path) -> None:

@@ -1,36 +1,43 @@
 """A GGUF file with the shapes of a known model and random blocks: what both this engine and llama.cpp read as it is.
 
 It is for measuring alone: there is no vocabulary in it, and limits of queries and keys are not; windows are those of gpt-oss
-alone. Scales are such that values are as large as those of real weights, and routers are random, so that tokens are spread over
-all experts. A scale is as often negative as not where the codes of a form have a mean below zero: if that were left to values,
-the hidden states of all tokens would come to be alike, and all would be given to the same experts.
+and Gemma 4 alone. Scales are such that values are as large as those of real weights, and routers are random, so that tokens are
+spread over all experts. A scale is as often negative as not where the codes of a form have a mean below zero: if that were left
+to values, the hidden states of all tokens would come to be alike, and all would be given to the same experts.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from benchmarks.baselines.gguf_file import add_sizes
+from benchmarks.baselines.gguf_metadata import add_metadata
+from h2o_flexgen.checkpoints.gguf_config import ROPE_DIVISORS
 from h2o_flexgen.checkpoints.model_files import require_free_space
+from h2o_flexgen.checkpoints.named_tensors import GATE, GATE_UP, OUTSIDE, UP
+from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufArchitecture
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.models import architecture, create_model, known_config
 from h2o_flexgen.models.config_values import Config
 
-OF_DENSE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-OF_MIXTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
-ARCHITECTURES = OF_DENSE | OF_MIXTURES  # model_type -> its name in files
+DENSE = "llama", "mistral", "qwen2", "qwen3"
+MIXTURES = "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma4_text", "glm4_moe_lite", "qwen3_5_moe_text"
+WRITTEN = DENSE + MIXTURES
+READ_AS = {"glm4_moe_lite": "deepseek_v3"}  # files have the name of that one
 APART = {"experts_apart": True}  # so have files the gate of an expert and what goes up
 AT_ONCE = 1 << 22  # blocks
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+IN_BLOCK, EXPERT = re.compile(r"model\.layers\.(\d+)\.(.*)"), re.compile(r"\.experts\.(\d+)\.")
+OF_ONES = re.compile(r".*(norm(_\d)?|layer_output_scale)\.weight|.*\.scale")  # names of tensors
+NOT_ROTATED = 1e30  # what is divided by it is 0
 
 
 def _half(value: float) -> bytes:
@@ -63,6 +70,7 @@ class Planned(NamedTuple):
     name: str
     shape: tuple[int, ...]  # the values of a row come last
     form: Type
+    rotated: int | None = None  # pairs of values; None: it does not say which are rotated
 
     @property
     def shape_of_bytes(self) -> tuple[int, ...]:
@@ -80,11 +88,12 @@ class Planned(NamedTuple):
 
 def random_gguf(model: str, folder: Path) -> Path:
     """The file of a known model, written once."""
-    config = known_config(model, **APART)
-    if config is None:
+    known = known_config(model)
+    if known is None:
         raise ValueError(f"the shapes of {model} are not known; known are those in configs/models")
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(f"{model} is of type {config.model_type}; random files are written of {', '.join(ARCHITECTURES)}")
+    if known.model_type not in WRITTEN:
+        raise ValueError(f"{model} is of type {known.model_type}; random files are written of {', '.join(WRITTEN)}")
+    config = cast("Config", SimpleNamespace(**vars(known), **APART))
     file = folder / f"{model.replace('/', '--')}-centred-{Forms.of(config.model_type).experts.name.lower()}.gguf"
     if not file.is_file():
         write_random(config, model, file)
@@ -93,18 +102,19 @@ def random_gguf(model: str, folder: Path) -> Path:
 
 def write_random(config: Config, model: str, file: Path) -> None:
     """Writes the file whole or not at all."""
-    spec = create_model(config, "float32", sep_layer=False, name=model).spec
-    planned = list(planned_tensors(spec, config.to_dict()))
+    spec, kind = create_model(config, "float32", sep_layer=False, name=model).spec, config.model_type
+    files = architecture(READ_AS.get(kind, kind)).gguf
+    assert files is not None, f"there are files of {kind}"
+    planned = [*planned_tensors(spec, files, Forms.of(kind)), *_divisors(config)]
     for one in planned:
         if one.shape[-1] % gguf.GGML_QUANT_SIZES[one.form][0]:
             raise ValueError(f"{model} has rows of {one.shape[-1]} values in {one.name}, no whole blocks of {one.form.name}")
     file.parent.mkdir(parents=True, exist_ok=True)
     require_free_space(file.parent, sum(one.nbytes for one in planned), f"a GGUF file of {model}")
     partial = file.with_name(f"{file.name}.{os.getpid()}")
-    writer = gguf.GGUFWriter(partial, ARCHITECTURES[config.model_type])
+    writer = gguf.GGUFWriter(partial, files.name)
     try:
-        add_sizes(writer, config.to_dict())
-        _add_more(writer, config.to_dict())
+        add_metadata(writer, vars(config))
         for one in planned:
             form = one.form if one.form in SCALES else None
             writer.add_tensor_info(one.name, one.shape_of_bytes, one.dtype, one.nbytes, form)
@@ -121,31 +131,52 @@ def write_random(config: Config, model: str, file: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def planned_tensors(spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[Planned]:
+def planned_tensors(spec: ModelSpec, files: GgufArchitecture, forms: Forms) -> Iterator[Planned]:
     """The model's tensors by their names in files, the matrices of all experts of a layer together."""
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config["model_type"]])
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    experts, forms = config.get("num_local_experts") or config.get("num_experts") or 0, Forms.of(config["model_type"])
+    inside, outside = ({own: there for there, own in names.items()} for names in (files.tensors, OUTSIDE | files.outside))
+    experts = 1 + max((int(found[1]) for name in spec.tensors if (found := EXPERT.search(name))), default=0)
     for tensor in spec.tensors.values():
-        expert = EXPERT.search(tensor.name)
-        if expert and int(expert[1]):
-            continue
-        usual = EXPERT.sub(".experts.", tensor.name) + ".weight" * tensor.name.endswith(".sinks")
-        name = names.get_name(usual, try_suffixes=(".weight", ".bias"))
+        expert, found = EXPERT.search(tensor.name), IN_BLOCK.fullmatch(tensor.name)
+        own = EXPERT.sub(f".experts.{ONE}.", found[2] if found else tensor.name)
+        if expert and (int(expert[1]) or _joined(own, UP) in inside):
+            continue  # what is behind the first one's matrix
+        is_both = _joined(own, GATE) in inside
+        name = inside.get(_joined(own, GATE) if is_both else own) if found else outside.get(own)
         if name is None:
             raise ValueError(f"GGUF has no name for the tensor {tensor.name}")
-        shape = (experts, *tensor.shape) if expert else tensor.shape
+        rows, *columns = _shape_in_file(own, tensor.shape, files, spec.heads)
+        shape = (experts, rows * (1 + is_both), *columns) if expert else (rows, *columns)
         is_packed = len(tensor.shape) == 2 and not tensor.is_never_packed
         form = (forms.experts if expert else forms.others) if is_packed else Type.F32
-        yield Planned(name, shape[1:] if shape[0] == 1 else shape, form)
+        yield Planned(f"blk.{found[1]}.{name}" if found else name, shape, form)
+
+
+def _joined(name: str, part: str) -> str:
+    """The name of what is the gate of an expert and what goes up, if it is that of this part of it."""
+    return name.replace(part, GATE_UP) if part in name else ""
+
+
+def _shape_in_file(name: str, shape: tuple[int, ...], files: GgufArchitecture, heads: int) -> tuple[int, ...]:
+    """The shape that a file has for a tensor of this name in a block: the reader's rules, the other way round."""
+    if name.endswith(files.single_rows):
+        return shape[1:]
+    if name.endswith(files.convolutions):
+        return shape[0], shape[2]
+    return (heads, shape[0] // heads, shape[1]) if name.endswith(files.of_heads) else shape
+
+
+def _divisors(config: Config) -> Iterator[Planned]:
+    """Files of Gemma 4 say by divisors which pairs of values are rotated in layers without a window."""
+    rope = (getattr(config, "rope_parameters", None) or {}).get("full_attention", {})
+    if rope.get("rope_type") == "proportional":
+        pairs = config.global_head_dim // 2
+        yield Planned(ROPE_DIVISORS, (pairs,), Type.F32, int(rope["partial_rotary_factor"] * pairs))
 
 
 def _write(writer: gguf.GGUFWriter, planned: Planned, generator: np.random.Generator) -> None:
     """One tensor, in one piece, since the writer fills up behind each."""
     if planned.form not in SCALES:
-        is_norm = len(planned.shape) == 1 and planned.name.endswith("norm.weight")
-        values = np.ones(planned.shape, np.float32) if is_norm else generator.standard_normal(planned.shape, np.float32)
-        writer.write_tensor_data(values if is_norm else values * np.float32(0.05))
+        writer.write_tensor_data(_plain(planned, generator))
         return
     _, block_bytes = gguf.GGML_QUANT_SIZES[planned.form]
     blocks: NDArray[np.uint8] = np.frombuffer(generator.bytes(planned.nbytes), np.uint8).reshape(-1, block_bytes).copy()
@@ -156,23 +187,10 @@ def _write(writer: gguf.GGUFWriter, planned: Planned, generator: np.random.Gener
     writer.write_tensor_data(blocks)
 
 
-def _add_more(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Rotations, windows and experts."""
-    rope = config.get("rope_parameters") or {}
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if config["model_type"] == "gpt_oss":
-        writer.add_sliding_window(config["sliding_window"])
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if config.get("num_experts_per_tok"):
-        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    if config.get("moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if config.get("shared_expert_intermediate_size"):
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+def _plain(planned: Planned, generator: np.random.Generator) -> NDArray[np.float32]:
+    if planned.rotated is not None:
+        return np.where(np.arange(*planned.shape) < planned.rotated, 1, NOT_ROTATED).astype(np.float32)
+    if OF_ONES.fullmatch(planned.name):
+        return np.ones(planned.shape, np.float32)
+    values = generator.standard_normal(planned.shape, np.float32)
+    return -np.exp(values) if planned.name.endswith(".ssm_a") else values * np.float32(0.05)

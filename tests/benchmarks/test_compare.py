@@ -26,7 +26,7 @@ from benchmarks.comparison import command, comparison, launch, suites
 from benchmarks.comparison.by_rows import ReportByRows
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import Ballast, ControlGroup, NoCap, SystemdScope, open_cap
-from benchmarks.comparison.ceiling import Ceiling, weight_bytes
+from benchmarks.comparison.ceiling import Ceiling, state_bytes, weight_bytes
 from benchmarks.comparison.checkpoint import checkpoint_of, spec_of
 from benchmarks.comparison.comparison import Comparison, Shared
 from benchmarks.comparison.gpu_suites import ALL_SUITES
@@ -241,6 +241,15 @@ def test_a_gpu_is_fed_over_its_link() -> None:
     machine = replace(MACHINE, link_per_s=1e10)
     ceiling = Ceiling(spec, machine, 1e12, device_bytes=1e9)
     assert ceiling.pass_seconds(1, 1) == pytest.approx((weight_bytes(spec, 1) - 1e9) / 1e10)
+
+
+def test_states_come_before_weights_in_memory_as_each_pass_reads_and_writes_them() -> None:
+    spec = spec_of("Qwen/Qwen3.6-35B-A3B", "bfloat16")
+    states, weights = 512 * state_bytes(spec), weight_bytes(spec, 512)
+    assert states == pytest.approx(512 * 65.9e6, rel=0.01)
+    some, all_of_it = (Ceiling(spec, MACHINE, host_bytes=room).pass_seconds(512, 1) for room in (8e9, states + 1e9))
+    assert some == pytest.approx((weights + 2 * (states - 8e9)) / 2e9)
+    assert all_of_it == pytest.approx((weights - 1e9) / 2e9)
 
 
 def test_of_tables_that_are_no_head_a_pass_needs_a_few_rows() -> None:
