@@ -44,6 +44,7 @@ from tests.planning.test_cost import assert_moved_as_predicted
 from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
 from tests.test_shared_prefixes import hold_contract as hold_contract_of_prefixes
 
+KEEPING_SOME = (("kv_policy", "h2o"), ("kv_budget", 0.7), ("value_norms", True), ("kv_recall", 0.5))
 LENGTHS, HALF = (45, 62, 30, 51), (("kv_recall", 0.5),)
 IN_MEMORY = (0, 40, 100, 0, 0, 50)  # KV alone, which is attended where it lies
 USUAL = Case("llama-gqa", lengths=LENGTHS, gen_len=5, policy=HALF)
@@ -66,6 +67,10 @@ CASES = (
     replace(USUAL, kind="llama-gqa", kv_codec="group8", percent=IN_MEMORY, schedule="row_by_row", dtype="bfloat16"),
     replace(USUAL, kind="gpt-oss-far", buffers=1),
     replace(USUAL, kind="gemma2", gpu_batch_size=1, num_gpu_batches=4),
+    replace(USUAL, policy=KEEPING_SOME),
+    replace(USUAL, policy=KEEPING_SOME, kind="qwen3", kv_codec="group8", percent=IN_MEMORY, sep_layer=False),
+    replace(USUAL, policy=(("kv_policy", "knorm"), ("kv_budget", 0.8), *HALF), kv_codec="group4", percent=IN_MEMORY),
+    replace(USUAL, policy=(("kv_policy", "h2o"), ("head_shares", ((0.5, 1.0), (0.6, 1.0), (0.9, 0.7))), *HALF)),
 )
 
 
@@ -100,6 +105,13 @@ def test_torch_does_without_kernels_what_they_do(checkpoints: Checkpoints, offlo
 
 
 # -- rows that come and go, texts that live on, prefixes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "keydiff"])
+def test_rows_that_come_and_go_choose_of_what_they_keep(policy: str, checkpoints: Checkpoints, offload: Path) -> None:
+    kept = (("kv_policy", policy), ("kv_budget", 0.8), *HALF)
+    test_stream.hold_contract(replace(COMING, policy=kept), GROWTH, checkpoints, offload)
+
 
 COMING = replace(USUAL, lengths=(45, 30, 62, 25, 38, 51, 28, 33), gpu_batch_size=2)
 GROWTH = (4, 1, 6, 3, 5, 2, 3, 1)
@@ -182,10 +194,11 @@ def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Check
         ({"kind": "falcon-h1"}, None, "with attention beside a scan; take another model"),
         ({"kind": "mistral-near"}, None, "with windows in all layers, which are read whole; take another model"),
         ({"device": "pretended"}, None, "with an accelerator; compute on the CPU"),
+        ({"policy": KEEPING_SOME}, (100, 0, 50, 0, 100, 0), "with kv_policy 'h2o' and KV on disk; keep all KV in memory"),
     ],
 )
 def test_what_is_not_done_yet_is_refused_in_one_line(
-    options: dict[str, str],
+    options: dict[str, object],
     percent: tuple[float, ...] | None,
     said: str,
     checkpoints: Checkpoints,
@@ -323,7 +336,7 @@ def fetched_before_it_is_chosen() -> Iterator[None]:
 
 @contextmanager
 def index_one_token_behind() -> Iterator[None]:
-    with patch.object(KeyIndex, "_with_newest", lambda index, now, q, keys, codes: codes[: len(keys)]):
+    with patch.object(KeyIndex, "_with_newest", lambda index, now, keys, codes: codes[: len(keys)]):
         yield
 
 

@@ -239,8 +239,9 @@ def _ray(flags: Namespace, asked: Plan | PlanRequirements) -> RayRequest | None:
         raise ValueError(f"--dry-run shows the plan for this machine, and each worker finds one for its own; leave out {RAY}")
     if flags.machine is not None:
         raise ValueError(f"--machine {flags.machine} is one machine, and workers measure their own; leave it out")
-    if isinstance(asked, PlanRequirements) and (asked.codecs or asked.computes):
-        raise ValueError(f"--allow-4bit and --allow-int8 would have each worker of {RAY} choose for itself; say {PACK} instead")
+    if isinstance(asked, PlanRequirements) and asked.may_change_answers:
+        allowed = "--allow-4bit, --allow-int8 and --allow-recall"
+        raise ValueError(f"{allowed} would have each worker of {RAY} choose for itself; say {PACK} or --kv-recall instead")
     if (asked.plan if isinstance(asked, PlanRequirements) else asked).answers_depend_on_prefixes:
         why = "answers depend on what requests share where KV is evicted or packed, and a worker sees its own requests alone"
         raise ValueError(f"{why}: with {RAY} say --shared-prefixes 0")

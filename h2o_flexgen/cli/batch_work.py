@@ -128,7 +128,7 @@ class PreparedBatch:
             return
         self.request.refuse_other(self.settings)
         asked = self.request.plan
-        if isinstance(asked, Plan) or not (asked.codecs or asked.computes):  # otherwise the search has a say
+        if isinstance(asked, Plan) or not asked.may_change_answers:  # otherwise the search has a say
             self.request.refuse_other(plan_settings(self.llm.plan))
         for note in begun.notes(self.noted):
             print(f"note: {note}: numbers may differ in their last bits", file=sys.stderr)

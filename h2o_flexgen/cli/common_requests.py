@@ -24,6 +24,7 @@ from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets import EQUAL
 from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.policies.recall import RECALLED
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
 from h2o_flexgen.session.open_request import (
     HEAD_BUDGETS,
@@ -154,6 +155,7 @@ def asked_of(flags: Namespace, plan: Plan) -> PlanRequirements:
         batches=() if flags.num_gpu_batches is None else (flags.num_gpu_batches,),
         codecs=four_bits if flags.allow_4bit else (),
         computes=(INT8,) if flags.allow_int8 else (),
+        recalls=(RECALLED,) if flags.allow_recall else (),
         buffers=BUFFERS if flags.buffers is None else (),
         attend_on=(plan.attend_on,) if plan.attend_on == HOST else (DEVICE, HOST),
         latency_limit=flags.latency_limit,
@@ -164,7 +166,7 @@ def asked_of(flags: Namespace, plan: Plan) -> PlanRequirements:
 def refuse_search_options(flags: Namespace, otherwise: str) -> None:
     """Refuses options of a search where there is none; `otherwise` says how to have one."""
     is_limited, is_preferred = flags.latency_limit is not None, flags.prefer != THROUGHPUT
-    lossy = {"--allow-4bit": flags.allow_4bit, "--allow-int8": flags.allow_int8}
+    lossy = {"--allow-4bit": flags.allow_4bit, "--allow-int8": flags.allow_int8, "--allow-recall": flags.allow_recall}
     asked = {**lossy, "--latency-limit": is_limited, "--prefer": is_preferred}
     if found := next((flag for flag, is_given in asked.items() if is_given), None):
         raise ValueError(f"{found} is for a search, and this plan is given; leave it out, or {otherwise}")

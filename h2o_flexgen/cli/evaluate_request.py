@@ -11,7 +11,7 @@ from typing import TypeVar
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import model_of, plan_of, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement, add_protection, add_sizes
+from h2o_flexgen.cli.flags import KV, PLAN, Group, Parser, add_placement, add_protection, add_sizes
 from h2o_flexgen.cli.output_files import open_output_folder
 from h2o_flexgen.core.allowed_values import AUTO, Bounds, decimal_number, whole_number
 from h2o_flexgen.core.hints import did_you_mean, shown
@@ -47,6 +47,7 @@ from h2o_flexgen.text.measured_texts import Text
 PROGRAM = "python -m h2o_flexgen.evaluate"
 USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"
 USUAL_BUDGETS, USUAL_SIZES, ALL_SLOTS = "100,50,20,10,5", "64,128,256,512,1024,full", "full"
+RECALL = "kv_recall"
 USUAL_TASKS = "perplexity,recall,agreement"
 OF_SIZES = (XSum.name,)  # tasks that usually have a grid of KV sizes
 BOTH = "both"
@@ -136,7 +137,7 @@ def request_of(flags: Namespace) -> EvaluateRequest:
         if codec not in (None, PLAIN):
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
     grid = _grid(flags, names)
-    plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute", HEAD_BUDGETS, PROBE))  # the grid has these
+    plan = plan_of(flags, without=(*BESIDE_BUDGET, RECALL, "compute", HEAD_BUDGETS, PROBE))  # the grid has these
     work: Quality | Study | OfFacts
     if flags.study is not None:
         work = _study(flags, grid)
@@ -192,12 +193,12 @@ def _depths(text: str) -> tuple[float, ...]:
 
 def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
     unset = KVOptions()
-    asked = {name: getattr(flags, name) for name in BESIDE_BUDGET}
+    asked = {name: getattr(flags, name) for name in (*BESIDE_BUDGET, RECALL)}
     beside = tuple((name, value) for name, value in asked.items() if value != getattr(unset, name))
     usual = FACTS_POLICIES if flags.study == FACTS else USUAL_POLICIES
     policies = _names("--policies", flags.policies or usual, POLICIES)
     for name, _ in beside:
-        if not any(name in POLICIES[policy].accepts for policy in policies):
+        if not any(name in POLICIES[policy].accepts for policy in policies if policy != Full.name):
             raise ValueError(f"--{name.replace('_', '-')} is taken by none of the policies {', '.join(policies)}; leave it out")
     KVOptions(**dict(beside))  # refuses wrong values
     kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
@@ -386,6 +387,8 @@ def _add_grid(group: Group) -> None:
     group.option(PLAN["probe"])
     recalled = "beside policies: everything is kept, and a decode step attends each of the budgets of it (`run --kv-recall`)"
     group.truth("--recall", text=recalled)
+    read = "of what policies that evict keep, a decode step attends this share, chosen by its own query (default: all)"
+    group.option(KV[RECALL], read)
     add_protection(group)
 
 

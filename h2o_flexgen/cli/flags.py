@@ -22,6 +22,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import SINKS
+from h2o_flexgen.policies.recall import RECALLED
 from h2o_flexgen.sampling.params import SAMPLING
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 
@@ -165,6 +166,8 @@ class Parser(argparse.ArgumentParser):
         group.truth("--allow-4bit", text=bits)
         rounded = f"products of {INT8} may be taken for packed weights, where that is faster; it changes what the model says"
         group.truth("--allow-int8", text=rounded)
+        read = f"decode steps may attend a share of {RECALLED:g} of what is kept, where that is faster; alike"
+        group.truth("--allow-recall", text=read)
         for one in options_of(PlanRequirements).values():
             group.option(one)
         return group

@@ -113,7 +113,7 @@ class Setting:
 
     @property
     def _taken(self) -> dict[str, object]:
-        accepted = POLICIES[self.policy].accepts
+        accepted = () if self.policy == Full.name else POLICIES[self.policy].accepts
         return {name: value for name, value in self.beside if name in accepted}
 
     @property

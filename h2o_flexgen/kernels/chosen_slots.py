@@ -11,18 +11,20 @@ With queries of 16 bits C works in fixed point, as its attention over packed slo
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_sizes import ManyQueries, choosing_room
+from h2o_flexgen.formats.kernel_table import MAX
 from h2o_flexgen.formats.table import FORMATS
 from h2o_flexgen.kernels.decode_attention import KVSlots, StepAttention, decode_attention, kind_of
 from h2o_flexgen.kernels.evict import take_slots
 from h2o_flexgen.kernels.group_codes import group_decode_twin
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
-from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run
+from h2o_flexgen.kernels.native import KINDS, RECORDER, ValuePlaces, pointer, run
 
 
 class Always(NamedTuple):
@@ -107,14 +109,15 @@ def chosen_attention(
     chosen: Tensor,
     counts: Tensor,
     more: More | None = None,
+    gathers: str | None = None,
     cap: float | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Attends the chosen slots where they lie: the bits of `decode_attention` in C over copies of them. Where many query heads
     attend a KV head, it is that: tiles want their slots side by side."""
     (rows, kv_heads, group, dim), most = q.shape, chosen.shape[-1]
     if ManyQueries.of(group, most, dim) is not None:
         copies = side_by_side(keys, chosen), side_by_side(values, chosen)
-        return decode_attention(q, *copies, counts, q.new_empty(0), more, None, cap)[0]
+        return decode_attention(q, *copies, counts, q.new_empty(0), more, gathers, cap)
     q, is_wide = q.contiguous(), q.dtype == torch.float32
     out, shares = torch.empty_like(q), torch.empty(rows, kv_heads, group, most, dtype=torch.float32)
     as_wide = (q, out) if is_wide else tuple(torch.empty(q.shape, dtype=torch.float32) for _ in range(2))
@@ -133,7 +136,67 @@ def chosen_attention(
         pointer(chosen),
     )
     run("chosen_attention", given, torch.get_num_threads())
+    if gathers is None:
+        return out, None
+    got = torch.empty(rows, kv_heads, most, dtype=torch.float32)
+    _by_torch(_highest_shares if gathers == MAX else _sums_of_shares, got, shares, counts)
+    return out, got
+
+
+def _sums_of_shares(got: Tensor, shares: Tensor, counts: Tensor) -> None:
+    """What chosen slots got of the query heads of their KV head, one after the other as in C."""
+    got.copy_(shares[:, :, 0])
+    for head in range(1, shares.shape[2]):
+        got.add_(shares[:, :, head])
+    _clear_behind(got, counts)
+
+
+def _highest_shares(got: Tensor, shares: Tensor, counts: Tensor) -> None:
+    torch.amax(shares, 2, out=got)
+    _clear_behind(got, counts)
+
+
+def _clear_behind(got: Tensor, counts: Tensor) -> None:
+    got.masked_fill_(torch.arange(got.shape[-1], device=got.device) >= counts[:, None, None], 0.0)
+
+
+def by_slot(got: Tensor, chosen: Tensor, slots: int) -> Tensor:
+    """What all slots got, (rows, kv_heads, slots), of what the chosen ones did: the others nothing."""
+    out = torch.empty(*got.shape[:2], slots, dtype=torch.float32, device=got.device)
+    _by_torch(_spread, out, chosen, got)
     return out
+
+
+def _spread(out: Tensor, chosen: Tensor, got: Tensor) -> None:
+    out.zero_().scatter_add_(-1, chosen, got)  # behind the chosen ones are slots 0 with nothing
+
+
+def put_newest(codes: Tensor, counts: Tensor, new: Tensor) -> None:
+    """Writes what is noted of the newest tokens, (rows, kv_heads, 1, bytes), behind so many slots of each row, in place."""
+    _by_torch(_put_behind, codes, counts, new)
+
+
+def _put_behind(codes: Tensor, counts: Tensor, new: Tensor) -> None:
+    codes.scatter_(2, counts.view(-1, 1, 1, 1).expand(new.shape), new)
+
+
+def move_newest(codes: Tensor, counts: Tensor, taken: Tensor) -> None:
+    """Moves what is noted of the newest tokens, behind so many slots of each row, to a slot of each head (rows, kv_heads)."""
+    _by_torch(_take_over, codes, counts, taken)
+
+
+def _take_over(codes: Tensor, counts: Tensor, taken: Tensor) -> None:
+    of_one = (*taken.shape, 1, codes.shape[-1])
+    newest = codes.gather(2, counts.view(-1, 1, 1, 1).expand(of_one))
+    codes.scatter_(2, taken[:, :, None, None].expand(of_one), newest)
+
+
+def _by_torch(work: Callable[..., None], out: Tensor, *given: Tensor) -> None:
+    """Torch does it, now or whenever the step that is recorded is repeated."""
+    if (recorder := RECORDER.get()) is None:
+        work(out, *given)
+    else:
+        recorder.by_torch(work, given, out)
 
 
 def side_by_side(kept: KVSlots, chosen: Tensor) -> KVSlots:

@@ -288,16 +288,17 @@ def chosen_attention(
     slots: Tensor,
     counts: Tensor,
     more: More | None = None,
+    gathers: str | None = None,
     cap: float | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one new token per row over the slots (rows, kv_heads, most) that were chosen for it, of which `counts`
     (rows,) are real. It is `decode_attention` over these side by side, bit for bit, and that where no kernel reads them where
-    they lie."""
+    they lie; what each of them got is in their order, and 0 behind the real ones."""
     if function := chosen(CHOSEN_ATTENTION, keys.format, q, width=q.shape[3]):
-        out: Tensor = function(q, keys, values, slots, counts, more, cap)
-        return out
+        out, got = function(q, keys, values, slots, counts, more, gathers, cap)
+        return out, got
     taken = _taken(keys, slots), _taken(values, slots)
-    return decode_attention(q, *taken, counts, _mask(counts, slots.shape[-1]), more, None, cap)[0]
+    return decode_attention(q, *taken, counts, _mask(counts, slots.shape[-1]), more, gathers, cap)
 
 
 def _mask(counts: Tensor, most: int) -> Tensor:

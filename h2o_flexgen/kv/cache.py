@@ -407,11 +407,13 @@ class KVCache:
         kept = attended if self._coding.values_in_keys else KVSlots(values, self._coding.format)
         gathers = None if scores is None or scores.scores is None else scores.policy.gathers
         if index is not None:
-            out, got = index.attend(now, q, attended, kept, more, self._cap, self.choice.taken(now)), None
+            out, got = index.attend(now, q, attended, kept, more, gathers, self._cap, self.choice.taken(now))
         else:
             out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers, self._cap)
         if scores is not None:
             self.replaced = self._evict(now, image, scores, got)
+        if index is not None and self.replaced is not None:
+            index.follow(now, self.replaced)
         if self.replaced is None and now.slots.stores_singly:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)

@@ -13,15 +13,16 @@ from math import prod
 
 from torch import Tensor
 
-from h2o_flexgen.kernels.chosen_slots import Always
+from h2o_flexgen.kernels.chosen_slots import Always, by_slot, move_newest, put_newest
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.operations import append, choose_slots, chosen_attention, take_slots
+from h2o_flexgen.kernels.operations import choose_slots, chosen_attention, take_slots
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.recall import FIRST, INDEX, RECENT, attended
 
 ALWAYS = Always(FIRST, RECENT)
+OUT_OF_ORDER = Always(FIRST, 1)  # where tokens take over slots of others: which are the recent ones, no slot says
 
 
 @dataclass
@@ -47,20 +48,23 @@ class KeyIndex:
     stored: Coding  # how keys are stored
     most: int  # slots of a row that a step attends at most
     codes: Tensor | None = None  # (rows, kv_heads, slots, bytes); None: keys are their own index
+    in_order: bool = True  # slots have the order of the text: nothing is evicted
 
     @classmethod
-    def over(cls, region: Tensor | None, share: float, stored: Coding, shape: tuple[int, int, int]) -> KeyIndex:
+    def over(
+        cls, region: Tensor | None, share: float, stored: Coding, shape: tuple[int, int, int], in_order: bool = True
+    ) -> KeyIndex:
         """An index over a region of memory; `shape` is (rows, kv_heads, slots)."""
         most = attended(share, shape[2])
         if region is None:
-            return cls(stored, most)
+            return cls(stored, most, None, in_order)
         width = replace(stored, format=INDEX).width
-        return cls(stored, most, region[: prod(shape) * width].view(*shape, width))
+        return cls(stored, most, region[: prod(shape) * width].view(*shape, width), in_order)
 
     @property
     def kind(self) -> Hashable:
         """What is done by it, apart from what it has: equal for two that do the same."""
-        return self.most, self.codes is None
+        return self.most, self.codes is None, self.in_order
 
     def part(self, rows: slice) -> KeyIndex:
         return self if self.codes is None else replace(self, codes=self.codes[rows])
@@ -86,8 +90,9 @@ class KeyIndex:
     def choose(self, now: KVStep, q: Tensor, keys: KVSlots, more: More | None, cap: float | None) -> Tensor:
         """The slots that a decode step attends, q (rows, kv_heads, group, head_dim). The newest token is among the stored ones,
         and is noted here."""
-        codes = keys.data if self.codes is None else self._with_newest(now, q, keys.data, self.codes)
-        return choose_slots(q, KVSlots(codes, INDEX), now.with_newest, now.attended, self.most, ALWAYS, more, cap)
+        codes = keys.data if self.codes is None else self._with_newest(now, keys.data, self.codes)
+        always = ALWAYS if self.in_order else OUT_OF_ORDER
+        return choose_slots(q, KVSlots(codes, INDEX), now.with_newest, now.attended, self.most, always, more, cap)
 
     def attend(
         self,
@@ -96,16 +101,24 @@ class KeyIndex:
         keys: KVSlots,
         values: KVSlots,
         more: More | None,
+        gathers: str | None,
         cap: float | None,
         chosen: Tensor | None = None,
-    ) -> Tensor:
-        """Attention over the slots that a step chooses, or has chosen."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention over the slots that a step chooses, or has chosen, and what every slot got, as `decode_attention` has both:
+        those that are not chosen get nothing."""
         slots = self.choose(now, q, keys, more, cap) if chosen is None else chosen
-        return chosen_attention(q, keys, values, slots, now.attended, more, cap)
+        out, got = chosen_attention(q, keys, values, slots, now.attended, more, gathers, cap)
+        return out, None if got is None else by_slot(got, slots, keys.data.shape[2])
 
-    def _with_newest(self, now: KVStep, q: Tensor, keys: Tensor, codes: Tensor) -> Tensor:
+    def _with_newest(self, now: KVStep, keys: Tensor, codes: Tensor) -> Tensor:
         newest = keys.new_empty(*keys.shape[:2], 1, keys.shape[3])
         take_slots(keys, now.counts[:, None, None], newest)
-        query = q[:, None, 0, :1]  # it says what is computed with, and stays as it is
-        append(codes[None, : len(keys)], now.newest, query, self._of(newest).transpose(1, 2), None, None, None)
-        return codes[: len(keys)]
+        own = codes[: len(keys)]
+        put_newest(own, now.counts, self._of(newest))
+        return own
+
+    def follow(self, now: KVStep, taken: Tensor) -> None:
+        """Notes that the newest token of each row has taken over a slot of each head, (rows, kv_heads)."""
+        if self.codes is not None:
+            move_newest(self.codes[: len(taken)], now.counts, taken)

@@ -63,6 +63,7 @@ class PlanRequirements:
     batches: tuple[int, ...] = ()
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
+    recalls: tuple[float, ...] = ()  # shares of what is kept that decode steps may attend instead of the plan's
     buffers: tuple[int, ...] = ()  # numbers of buffers that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE, HOST)  # processors that may attend KV outside an accelerator in decode
     latency_limit: float | None = option(
@@ -78,8 +79,12 @@ class PlanRequirements:
         check_options(self, PlanRequirements)
 
     @property
+    def may_change_answers(self) -> bool:
+        return bool(self.codecs or self.computes or self.recalls)
+
+    @property
     def is_only_speed(self) -> bool:
-        return not self.codecs and not self.computes and self.latency_limit is None and self.prefer == THROUGHPUT
+        return not self.may_change_answers and self.latency_limit is None and self.prefer == THROUGHPUT
 
     @property
     def first_plan(self) -> Plan:
@@ -109,6 +114,7 @@ class PlanRequirements:
             site=subject.site,
             codecs=tuple(pair for pair in self.codecs if spec.can_keep(pair[1])),
             computes=self.computes,
+            recalls=self.recalls,
             buffers=() if plan.buffers == 1 or plan.has_own_buffers else self.buffers,  # without overlap there is one
             attend_on=self._attending(plan, spec),
             batch_sizes=self.batch_sizes,

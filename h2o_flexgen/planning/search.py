@@ -61,6 +61,7 @@ class SearchProblem:
     site: Site
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
+    recalls: tuple[float, ...] = ()  # shares of what is kept that decode steps may attend instead of the plan's
     buffers: tuple[int, ...] = ()  # numbers of buffers that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE,)
     batch_sizes: tuple[int, ...] = ()  # the only sizes to choose from; empty: all
@@ -289,7 +290,19 @@ def _bases(problem: SearchProblem) -> Iterator[Plan]:
     attended = problem.attend_on if problem.accelerator else (DEVICE,)
     for (weights, kv), compute, attend_on in product(codecs, computes, attended):
         if problem.can_compute(compute, weights):
-            yield replace(problem.plan, weight_codec=weights, kv_codec=kv, compute=compute, attend_on=attend_on)
+            base = replace(problem.plan, weight_codec=weights, kv_codec=kv, compute=compute, attend_on=attend_on)
+            yield base
+            yield from filter(None, (_recalling(problem, base, share) for share in problem.recalls))
+
+
+def _recalling(problem: SearchProblem, base: Plan, share: float) -> Plan | None:
+    """The plan with decode steps that attend a share; None where that is not to be had."""
+    try:
+        plan = replace(base, kv_options=replace(base.kv_options, kv_recall=share))
+        plan.refuse_recall(problem.model(plan), problem.site)
+    except ValueError:
+        return None
+    return None if plan == base else plan
 
 
 def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:

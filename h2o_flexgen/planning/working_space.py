@@ -226,7 +226,8 @@ def _recalling_bytes(at: LevelHeads, site: Site) -> int:
     if policy.recall == ALL:
         return 0
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
-    newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + index_bytes(policy.recall, spec))
+    newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + 2 * index_bytes(policy.recall, spec))
+    newest += rows * spec.kv_heads * FLOAT_BYTES * (capacity + 2 * chosen) * policy.has_scores  # what slots got
     kept = CHOICES * spec.kv_heads * NUMBER_BYTES  # of visits that read from disk what they chose
     taken = rows * (chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES + kept) + MARK_BYTES * capacity)
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):

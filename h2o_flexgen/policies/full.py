@@ -14,4 +14,4 @@ class Full(KVPolicy):
     accepts: ClassVar[tuple[str, ...]] = ("kv_recall",)
 
     def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
-        return RowBudget(prompt_len + gen_len, recall=self.recall)
+        return RowBudget(prompt_len + gen_len)

@@ -46,7 +46,8 @@ class KVOptions:
         None,
         SHARE,
         "SHARE",
-        "all tokens are kept, and each decode step attends this share of them, chosen by its own query (1: all)",
+        "each decode step attends this share of the tokens that are kept, chosen by its own query (1: all); without another "
+        "option of what is kept all are",
     )
 
     def __post_init__(self) -> None:

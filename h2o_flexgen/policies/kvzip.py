@@ -14,7 +14,7 @@ class KVzip(KVPolicy):
     gathers: ClassVar[str] = MAX
     echoes: ClassVar[bool] = True
     recent_part: ClassVar[int] = 5  # what the echo says of tokens is worth more than that they are new (docs/log/eviction.md)
-    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "hh_prompt_only")
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "hh_prompt_only", "kv_recall")
 
 
 class KVzap(KVPolicy):

@@ -103,7 +103,7 @@ def _heads(of_layer: Sequence[float], share: float) -> tuple[int, ...]:
 
 def _keeping(policy: KVPolicy, share: float) -> KVPolicy:
     if share == 1:
-        return Full()
+        return Full(KVOptions(kv_recall=policy.options.kv_recall))
     return replace(policy, options=replace(policy.options, kv_budget=max(share, LEAST_SHARE)), least_slots=1)
 
 

@@ -22,7 +22,7 @@ WORD_BYTES = 4  # of a position, of a score, and of what a token is worth
 SHARES = ("hh_ratio", "kv_budget")
 BUDGETS = ("heavy", "recent", *SHARES)
 PROTECTION = ("sinks", "grace")
-COMMON = ("positions", "hh_prompt_only")  # options of all policies that evict
+COMMON = ("positions", "hh_prompt_only", "kv_recall")  # options of all policies that evict
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class KVPolicy:
 
     def __post_init__(self) -> None:
         self.options.refuse_all_but(self.accepts, self.name)
+        if self.rolls and self.recall != ALL:
+            raise ValueError(
+                f"kv_recall {self.recall:g} compares keys as they stand in the text, and positions are {ROLLING!r}; "
+                "leave one of them out"
+            )
 
     def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         """The budget of a row with a prompt of this length: the last `recent` tokens, and `heavy` of the others."""
@@ -154,7 +159,7 @@ class KVPolicy:
             raise ValueError(f"by head budgets some heads keep {self.options.kv_budget or 0:.3g} of a text: {error}") from error
 
     def _valid(self, budget: RowBudget, row: str) -> RowBudget:
-        budget = replace(budget, slots=max(budget.slots, self.least_slots))
+        budget = replace(budget, slots=max(budget.slots, self.least_slots), recall=self.recall)
         if budget.slots < 1:
             raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
         protected = budget.sinks + max(budget.window, budget.prompt_window)

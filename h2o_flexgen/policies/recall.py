@@ -1,4 +1,5 @@
-"""Recall: all tokens are kept, and a decode step attends a share of them, which its own query chooses by an index of keys.
+"""Recall: a decode step attends a share of the tokens that are kept, which its own query chooses by an index of keys. All are
+kept, or those that a policy leaves; to this a token that a step did not attend got no attention in it.
 
 How many these are is said here alone, and how the index is stored. Which they are says kernels/chosen_slots.py.
 """
@@ -11,6 +12,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.formats.table import BY_BITS, FORMATS
 
 FIRST, RECENT = 4, 16  # tokens that every step attends: the first of a row, and the newest, its own among them
+RECALLED = 0.1  # the share that a search may take where it is allowed to
 ALL = 1.0  # the share with which nothing is chosen
 INDEX = BY_BITS[4]  # the format in which keys are compared with queries
 UNLIKE = 1 / 3  # of what a head chooses, the part that none before it has chosen, as measured

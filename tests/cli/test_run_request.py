@@ -159,7 +159,10 @@ def test_the_policy_of_the_demo_gives_way_to_what_needs_all_tokens() -> None:
     assert isinstance(recalls, Plan) and isinstance(drafts, Plan) and isinstance(plain, Plan)
     assert (recalls.kv_policy, drafts.kv_policy, plain.kv_policy) == ("full", "h2o", "h2o")
     assert recalls.percent[2:4] == drafts.percent[2:4] == (20, 80) != plain.percent[2:4]
-    assert "'h2o' does not take kv_recall" in one_line(lambda: asked("--kv-recall", "0.1", "--kv-policy", "h2o"))
+    both = asked("--kv-recall", "0.1", "--kv-policy", "h2o", "--kv-budget", "0.5").plan.first_plan
+    assert (both.kv_policy, both.kv_options.kv_budget, both.policy.recall) == ("h2o", 0.5, 0.1)
+    rolls = one_line(lambda: asked("--kv-recall", "0.1", "--kv-policy", "h2o", "--positions", "rolling"))
+    assert "kv_recall 0.1 compares keys as they stand in the text" in rolls
 
 
 def test_the_demo_says_why_it_is_spread_over_all_tiers() -> None:
@@ -223,6 +226,7 @@ def test_what_the_run_and_the_plan_command_both_ask_is_asked_in_the_same_words()
         "--compute",
         "--allow-4bit",
         "--allow-int8",
+        "--allow-recall",
         "--latency-limit",
         "--prefer",
         "--schedule",

@@ -154,11 +154,11 @@ def test_attention_of_chosen_slots_in_place_has_the_bits_of_copies(
         expected, _ = decode_attention(q, *copies, counts, torch.zeros(0), more, None, cap)
         by_slot = [KVSlots(one.data.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3), format) for one in kept]
         for places in (kept, by_slot):
-            assert torch.equal(chosen_attention(q, *places, chosen, counts, more, cap), expected)
+            assert torch.equal(chosen_attention(q, *places, chosen, counts, more, None, cap)[0], expected)
         is_chosen = torch.zeros(rows, kv_heads, slots, dtype=torch.bool).scatter(2, chosen, True)
         for one in kept:
             one.data[~is_chosen] = 255 if one.data.dtype == torch.uint8 else torch.nan
-        assert torch.equal(chosen_attention(q, *kept, chosen, counts, more, cap), expected)
+        assert torch.equal(chosen_attention(q, *kept, chosen, counts, more, None, cap)[0], expected)
     assert expected.float().isfinite().all()
 
 
@@ -170,7 +170,7 @@ def test_a_recorded_choice_follows_the_queries_and_what_rows_hold(dtype: torch.d
 
     def work() -> Tensor:
         chosen = choose_slots(q, index, held, counts, 120, ALWAYS)
-        return chosen_attention(q, kept, kept, chosen, counts)
+        return chosen_attention(q, kept, kept, chosen, counts)[0]
 
     program = CallRecording.of(lambda: out.copy_(work()), WorkingRoom())
     assert not out.any(), "a recording computes nothing"

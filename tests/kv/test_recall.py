@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from unittest.mock import patch
 
@@ -24,12 +25,14 @@ from h2o_flexgen.kernels.operations import chosen_attention, decode_attention, e
 from h2o_flexgen.kv import key_index
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.key_index import KeyIndex
-from h2o_flexgen.kv.slots import Coding
+from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.policies import recall
 from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.kv_options import KVOptions
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import INDEX, attended
 
 Array = NDArray[np.float64]
@@ -50,14 +53,16 @@ def in_four_bits(keys: Array) -> Array:
     return found
 
 
-def chosen_by(q: Array, keys: Array, count: int, sinks: Array | None = None, cap: float | None = None) -> set[int]:
+def chosen_by(
+    q: Array, keys: Array, count: int, sinks: Array | None = None, cap: float | None = None, recent: int = RECENT
+) -> set[int]:
     """The tokens that the queries (group, dim) of a KV head choose by an index of keys (tokens, dim)."""
     scores = q @ keys.T / math.sqrt(q.shape[1])
     scores = scores if cap is None else np.tanh(scores / cap) * cap
     beside = np.zeros(len(q)) if sinks is None else np.exp(sinks)
     worth = (np.exp(scores) / (np.exp(scores).sum(1) + beside)[:, None]).sum(0)
     held = len(keys)
-    always = {*range(min(FIRST, held)), *range(max(0, held - RECENT), held)}
+    always = {*range(min(FIRST, held)), *range(max(0, held - recent), held)}
     others = sorted(set(range(held)) - always, key=lambda token: (-worth[token], token))
     return always | set(others[: count - len(always)])
 
@@ -90,12 +95,15 @@ def tokens_at(rows: Sequence[tuple[Tensor, Tensor, Tensor]], step: int) -> Itera
             yield torch.nn.utils.rnn.pad_sequence(filled, batch_first=True, padding_value=3.0)
 
 
-def cache_of(kv_codec: str, capacity: int, cap: float | None = None) -> KVCache:
+def cache_of(kv_codec: str, capacity: int, cap: float | None = None, policy: KVPolicy | None = None) -> KVCache:
     coding, shape = Coding(kv_codec, torch.float32, DIM), (len(LENGTHS), KV_HEADS, capacity)
     image = torch.full((2, *shape, coding.width), 255 if kv_codec != "plain" else torch.nan).to(coding.kept_dtype)
     region = torch.full((math.prod(shape) * 36,), 255, dtype=torch.uint8)
-    index = KeyIndex.over(None if kv_codec == INDEX else region, SHARE, coding, shape)
-    return KVCache(image, None, coding, cap=cap, index=index)
+    index = KeyIndex.over(None if kv_codec == INDEX else region, SHARE, coding, shape, policy is None)
+    scores = None
+    if policy is not None:
+        scores = SlotScores.over(torch.zeros(math.prod(shape) * policy.score_bytes, dtype=torch.uint8), policy, shape)
+    return KVCache(image, scores, coding, cap=cap, index=index)
 
 
 def run(kv_codec: str = "plain", sinks: Tensor | None = None, cap: float | None = None) -> None:
@@ -132,6 +140,70 @@ def test_sinks_and_caps_count_in_what_tokens_are_worth() -> None:
     run(sinks=torch.tensor([3.0, -2.0, 1.0, 5.0]), cap=2.0)
 
 
+# -- where tokens are evicted, too -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Head:
+    """What a KV head of a row holds under H2O, slot by slot, by its definition."""
+
+    tokens: list[int]
+    scores: dict[int, float]
+    slots: int
+    recent: int
+
+    def step(self, newest: int, q: Array, k: Array, v: Array) -> Array:
+        """One decode step with the keys and values of the whole text: the newest token's are at its place."""
+        self.tokens.append(newest)
+        held, keys, values = len(self.tokens), k[self.tokens], v[self.tokens]
+        chosen = chosen_by(q, in_four_bits(keys), min(held, max(FIRST + RECENT, ceil(SHARE * held))), recent=1)
+        own = sorted(chosen)
+        exponents = np.exp(q @ keys[own].T / math.sqrt(q.shape[1]))
+        self.scores[newest] = 0.0
+        for slot, share in zip(own, (exponents / exponents.sum(1, keepdims=True)).sum(0)):
+            self.scores[self.tokens[slot]] += share
+        out = outcome(q, keys, values, chosen, None, None)
+        if held > self.slots:
+            free = [token for token in self.tokens if token <= newest - self.recent]
+            lost = min(free, key=lambda token: (self.scores[token], token))
+            self.tokens[self.tokens.index(lost)] = self.tokens.pop()
+        return out
+
+
+def run_evicting(kv_codec: str = "plain") -> None:
+    """Compares every decode step under H2O with the definition: what a step does not attend gets nothing from it."""
+    policy, rows = H2O(KVOptions(heavy=30, recent=8, kv_recall=SHARE)), texts(4)
+    occupancy = policy.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
+    cache, coding = cache_of(kv_codec, occupancy.capacity, policy=policy), Coding(kv_codec, torch.float32, DIM)
+    heads: dict[tuple[int, int], Head] = {}
+    for step in range(STEPS):
+        now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
+        out = cache.attend(now, NewTokens(*tokens_at(rows, step)))
+        for (row, length), head in product(enumerate(LENGTHS), range(KV_HEADS)):
+            if not step:
+                heads[row, head] = read_head(cache, row, head, occupancy.counts(1)[row])
+                continue
+            q, k, v = rows[row]
+            kept_k, kept_v = (coding.decode(coding.encode(one[:, head])).double().numpy() for one in (k, v))
+            newest, group = length + step - 1, slice(head * HEADS // KV_HEADS, (head + 1) * HEADS // KV_HEADS)
+            expected = heads[row, head].step(newest, q[newest, group].double().numpy(), kept_k, kept_v)
+            found = out[row, 0].view(HEADS, DIM)[group].double().numpy()
+            np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-4)
+
+
+def read_head(cache: KVCache, row: int, head: int, held: int) -> Head:
+    """What a head holds behind the prompt, which is attended whole."""
+    noted = cache._scores
+    assert noted is not None and noted.scores is not None
+    tokens, scores = noted.positions[row, head, :held].tolist(), noted.scores[row, head, :held].tolist()
+    return Head(tokens, dict(zip(tokens, scores)), slots=38, recent=8)
+
+
+@pytest.mark.parametrize("kv_codec", ["plain", "group8", "group4"])
+def test_steps_choose_of_what_a_policy_keeps_and_evict_by_what_they_attended(kv_codec: str) -> None:
+    run_evicting(kv_codec)
+
+
 # -- faults that these tests find ------------------------------------------------------------------------------------------
 
 Fault = Callable[..., object]
@@ -157,7 +229,7 @@ def of_the_wrong_head() -> Iterator[None]:
 
 @contextmanager
 def index_one_token_behind() -> Iterator[None]:
-    def behind(index: KeyIndex, now: KVStep, q: Tensor, keys: Tensor, codes: Tensor) -> Tensor:
+    def behind(index: KeyIndex, now: KVStep, keys: Tensor, codes: Tensor) -> Tensor:
         return codes[: len(keys)]
 
     with patch.object(KeyIndex, "_with_newest", behind):
@@ -185,6 +257,38 @@ def test_a_wrong_choice_is_found(fault: Callable[[], object]) -> None:
         run()
 
 
+@contextmanager
+def index_of_what_was_evicted() -> Iterator[None]:
+    with patch.object(KeyIndex, "follow", lambda *_: None):
+        yield
+
+
+@contextmanager
+def scores_of_other_slots() -> Iterator[None]:
+    with patch.object(key_index, "by_slot", lambda got, chosen, slots: chosen_slots.by_slot(got, chosen, slots).roll(1, -1)):
+        yield
+
+
+@contextmanager
+def no_scores_at_all() -> Iterator[None]:
+    with patch.object(key_index, "by_slot", lambda got, chosen, slots: torch.zeros(*got.shape[:2], slots)):
+        yield
+
+
+@contextmanager
+def slots_taken_for_an_order() -> Iterator[None]:
+    with patch.object(key_index, "OUT_OF_ORDER", key_index.ALWAYS):
+        yield
+
+
+@pytest.mark.parametrize(
+    "fault", [index_of_what_was_evicted, scores_of_other_slots, no_scores_at_all, slots_taken_for_an_order, of_the_wrong_head]
+)
+def test_a_wrong_choice_of_what_is_kept_is_found(fault: Callable[[], object]) -> None:
+    with fault(), pytest.raises(AssertionError):  # type: ignore[attr-defined]
+        run_evicting()
+
+
 # -- the choice itself -----------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +311,7 @@ def test_attention_of_chosen_slots_is_that_of_the_slots_side_by_side(dtype: torc
     more = More(torch.randn(2, 1, 3 * KV_HEADS, generator=generator), None)
     taken = [KVSlots(one.gather(2, slots[..., None].expand(-1, -1, -1, DIM))) for one in (k, v)]
     expected, _ = decode_attention(q, *taken, counts, mask, more, None, 5.0)
-    assert torch.equal(chosen_attention(q, KVSlots(k), KVSlots(v), slots, counts, more, 5.0), expected)
+    assert torch.equal(chosen_attention(q, KVSlots(k), KVSlots(v), slots, counts, more, None, 5.0)[0], expected)
 
 
 def test_a_share_is_rounded_up_and_never_less_than_the_tokens_that_always_count() -> None:

@@ -121,6 +121,24 @@ def test_kv_of_which_steps_choose_what_they_attend_may_go_to_disk() -> None:
         offloaded.refuse_what_does_not_fit(MemoryLimits())
 
 
+def test_a_share_is_attended_where_it_may_be_and_is_faster() -> None:
+    reading = replace(on(SLOW, False), attention_bytes_per_s={HOST: 1e7})  # so that attention is the limit
+    long = problem(workload=Workload.uniform(8, 4000, 10), machine=reading, batch_sizes=(4,), batches=(2,))
+    whole, free = search(long), search(replace(long, recalls=(0.1,)))
+    assert {one.plan.policy.recall for one in (whole.best, *whole.all)} == {1.0}
+    assert free.best.plan.policy.recall == 0.1 and free.best.tokens_per_second > whole.best.tokens_per_second
+    assert {one.plan.policy.recall for one in free.all} == {0.1, 1.0}
+
+
+def test_a_share_is_not_attended_where_that_is_not_done() -> None:
+    for asked in (
+        problem(True, workload=Workload.uniform(8, 40, 10)),
+        problem(workload=Workload.uniform(8, 40, 10), plan=Plan.create(draft="ngram")),
+    ):
+        found = search(replace(asked, recalls=(0.1,)))
+        assert {one.plan.policy.recall for one in (found.best, *found.all)} == {1.0}
+
+
 def test_more_memory_is_never_slower() -> None:
     found = search(scarce(False, 0.05)), freely(False), search(scarce(False, 0.9))
     rates = [one.best.tokens_per_second for one in found]

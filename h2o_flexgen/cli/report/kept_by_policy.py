@@ -62,7 +62,7 @@ class KeptByPolicy:
         total, kept = format_bytes(self._full_row_bytes), format_bytes(self._row_bytes)
         rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
         tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
-        return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
+        return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}{self._recalled}"
 
     @property
     def _recalled(self) -> str:
@@ -70,7 +70,8 @@ class KeptByPolicy:
         if self.policy.recall == ALL:
             return ""
         least, most = (attended(self.policy.recall, held) for held in self._held_range)
-        index = sum(heads * self._capacity(policy) * noted for (policy, heads), noted in self._noted)
+        of_index = ((policy, heads * (noted - policy.score_bytes)) for (policy, heads), noted in self._noted)
+        index = sum(self._capacity(policy) * noted for policy, noted in of_index)
         by = f"by an index of keys, {format_bytes(index)} a row" if index else "by their keys, which are packed"
         return f"; a step attends {_range(least, most)} of them, which its query chooses {by}"
 

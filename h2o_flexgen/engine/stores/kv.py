@@ -147,7 +147,14 @@ class KVStore:
             if region is not None and self._policy.score_bytes:
                 self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
             if self._policy.recall != ALL:
-                self._indices[place] = KeyIndex.over(region, self._policy.recall, self._coding, layout.shape)
+                self._indices[place] = self._index(region, layout)
+
+    def _index(self, region: Tensor | None, layout: KVLayout) -> KeyIndex:
+        """An index behind what the policy notes of slots."""
+        policy = self._policy
+        has_codes = region is not None and self._note_bytes > policy.score_bytes
+        codes = region[layout.score_bytes(policy.score_bytes) :] if region is not None and has_codes else None
+        return KeyIndex.over(codes, policy.recall, self._coding, layout.shape, policy.keeps_all)
 
     def _allocate_one_home(self, held: ExitStack) -> None:
         """One home for all layers and batches: each of them is over before the next one begins."""
