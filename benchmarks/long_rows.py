@@ -1,0 +1,164 @@
+"""How fast a whole model generates behind long rows, where steps attend all KV, a share of it, or what a policy keeps.
+
+    python benchmarks/long_rows.py --layers 6 --rows 16 --tokens 16384
+
+Layers have the shapes of Qwen3-8B, as many as are asked for, with the embedding and the head; weights are random, and lie with
+all KV in CPU memory. Prompts are not computed: each row gets random keys and values, and under a policy random scores, as if it
+had been read. So what is measured are decode steps alone. Ways take turns, each opened anew.
+
+The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+import torch
+from torch import Tensor
+
+from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
+from h2o_flexgen.core.model_spec import LayerSpec
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.judges import Written
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.memory.device import open_device
+from h2o_flexgen.models import base
+from h2o_flexgen.models.base import Given, Model, Weights, nothing_to_attend
+from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.profiling.measure import describe_machine
+from h2o_flexgen.sampling.params import SamplingParams
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+WAYS: dict[str, dict[str, object]] = {
+    "all": {},
+    "recall 10 %": {"kv_recall": 0.1},
+    "h2o 20 %": {"kv_policy": "h2o", "kv_budget": 0.2, "head_budgets": "equal"},
+    "h2o 50 %, recall 10 %": {"kv_policy": "h2o", "kv_budget": 0.5, "kv_recall": 0.1, "head_budgets": "equal"},
+}
+IN_MEMORY = (0, 100, 0, 100, 0, 100)
+
+
+class MadeUpPrompts:
+    """Takes the place of the pass over prompts: layers hand on what they get, and caches get random keys and values."""
+
+    def __init__(self) -> None:
+        self._kv: tuple[Tensor, Tensor] | None = None
+        self._computed: Callable[..., Tensor] = base.computed
+        self._attend: Callable[..., Tensor] = KVCache.attend
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        prompts = self
+
+        def attend(cache: KVCache, now: KVStep, tokens: NewTokens) -> Tensor:
+            return prompts.kept(cache, now, tokens) if now.is_prefill else prompts._attend(cache, now, tokens)
+
+        with patch.object(base, "computed", self.computed), patch.object(KVCache, "attend", attend):
+            yield
+
+    def computed(self, model: Model, layer: LayerSpec, x: Tensor, weights: Weights, given: Given) -> Tensor:
+        if x.dim() < 3 or x.shape[1] == 1:
+            return self._computed(model, layer, x, weights, given)
+        if given.attend is nothing_to_attend:
+            return x
+        k, v = self._made(model, x)
+        none = x.new_empty(*x.shape[:2], 0, k.shape[3])  # nothing asks
+        given.attend(NewTokens(none, k, v, x=x))
+        return x
+
+    def _made(self, model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (*x.shape[:2], model.spec.kv_heads, model.spec.head_dim)
+        if self._kv is None or self._kv[0].shape != shape:
+            self._kv = torch.randn(shape).to(x.dtype), torch.randn(shape).to(x.dtype)
+        return self._kv
+
+    @staticmethod
+    def kept(cache: KVCache, now: KVStep, tokens: NewTokens) -> Tensor:
+        """Keeps what the policy would keep of a prompt with these scores."""
+        scores = cache.living(now.rows).scores
+        has_scores = scores is not None and scores.scores is not None
+        got = torch.rand(now.rows, tokens.k.shape[2], tokens.k.shape[1]) if has_scores else None
+        cache._enforce_budget(now, scores, Written(tokens.x, tokens.k, tokens.v, now.slots.new), None, got)
+        return tokens.q
+
+
+def measured(model: str, way: Mapping[str, object], args: argparse.Namespace) -> dict[str, float]:
+    options = {"gpu_batch_size": args.rows, "prefill_tokens": args.tokens, "percent": IN_MEMORY, "threads": args.threads}
+    with LLM(model, dummy_weights=True, dtype="bfloat16", device="cpu", **options, **way) as llm, MadeUpPrompts().taken():
+        prompts = [[2 + row] * args.tokens for row in range(args.rows)]
+        llm.generate(prompts, SamplingParams(max_tokens=args.steps + 1, ignore_eos=True))
+        assert llm.stats is not None
+        seconds = sum(run.decode_seconds for run in llm.stats.blocks)
+    return {"tokens_per_second": args.rows * args.steps / seconds, "seconds_of_a_step": seconds / args.steps}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--layers", type=int, default=6, help="of the model, which has 36")
+    add("--rows", type=int, default=16)
+    add("--tokens", type=int, default=16384, help="of each row, before it generates")
+    add("--steps", type=int, default=8)
+    add("--turns", type=int, default=2)
+    add("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    add("--narrow", type=int, default=1, help="divides widths, for a try")
+    add("--threads", type=int)
+    add_output(parser)
+    return parser.parse_args(argv)
+
+
+def config_of(args: argparse.Namespace) -> dict[str, object]:
+    narrow = {name: QWEN3_8B[name] // args.narrow for name in ("hidden_size", "intermediate_size", "vocab_size")}  # type: ignore[operator]
+    return {**QWEN3_8B, **narrow, "num_hidden_layers": args.layers}
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(args)), encoding="utf-8")
+        for _ in range(args.turns):
+            for way in args.ways:
+                found[way].append(measured(folder, WAYS[way], args))
+                print(f"{way:24} {found[way][-1]['tokens_per_second']:8.2f} tokens/s", flush=True)
+    rates = {way: statistics.median(one["tokens_per_second"] for one in each) for way, each in found.items()}
+    asked = {name: value for name, value in vars(args).items() if name != "output"}
+    result: dict[str, Any] = {
+        "machine": describe_machine(open_device("cpu")),
+        "kernels": in_use(),
+        "arguments": asked,
+        "runs": found,
+    }
+    tell({**result, "tokens_per_second": rates}, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

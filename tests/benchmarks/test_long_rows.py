@@ -1,0 +1,19 @@
+"""The benchmark of long rows: each way generates behind rows that were not computed, and what it holds is what it keeps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.scripts.loading import load_script
+
+long_rows = load_script("long_rows.py", "benchmarks")
+SMALL = {"layers": 2, "rows": 2, "tokens": 300, "steps": 3, "turns": 1, "narrow": 32, "threads": 1}
+
+
+def test_every_way_generates_behind_made_up_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert long_rows.main([word for name, value in SMALL.items() for word in (f"--{name}", str(value))]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {*found["tokens_per_second"]} == {*long_rows.WAYS} and min(found["tokens_per_second"].values()) > 0
+    assert all(len(runs) == 1 for runs in found["runs"].values()) and found["arguments"]["tokens"] == 300
