@@ -100,6 +100,18 @@ def has_code(pair: Mapping[Name, Any]) -> bool:
     return pair.keys() != {"kind", "policy"} or pair["kind"] in ATTENDING or pair["policy"] in POLICIES[:2]
 
 
+def has_code_elsewhere(pair: Mapping[Name, Any]) -> bool:
+    """Whether two choices meet in what stands on the contract: rows that come and go, texts that go on, prefixes, several
+    devices. How a policy and a kind of models attend is held here, and there with one kind. A policy of its own meets there
+    what lies in a cache: the first two meet the rest of a plan."""
+    policy = pair.get("policy", POLICIES[0])
+    if policy in POLICIES[:2]:
+        return has_code(pair)
+    if pair.keys() == {"kind", "policy"}:
+        return pair["kind"] == "llama-gqa"
+    return bool(pair.keys() & WITHIN_A_CACHE) and has_code(pair)
+
+
 @pytest.mark.parametrize("values", on_devices(CHOICES, has_code))
 def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None

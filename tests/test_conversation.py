@@ -28,7 +28,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import UNLIKE, Case, Checkpoints, distinct_prompts, recorded_logits
 from tests.helpers.pairwise import on_devices
 from tests.helpers.resident import resident_talk
-from tests.test_contract import MIXES, has_code
+from tests.test_contract import MIXES, has_code_elsewhere
 
 STEPS, CONTEXT = 3, 100
 TURNS = distinct_prompts((7, 4, 1, 11))  # more than a piece of prompts has, just as many, a single one
@@ -72,7 +72,7 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
                 assert torch.equal(logits[step, number].cpu(), wanted[step][0].cpu()), f"turn {number}, step {step}: {case}"
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES, has_code))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code_elsewhere))
 def test_turns_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -84,8 +84,9 @@ def test_rolling_turns_too(values: dict[str, Any], checkpoints: Checkpoints, off
     hold_contract(Case(policy=ROLLING, prefill_tokens=6, **values), checkpoints, offload)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 512])
-@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [("opt", 1), ("opt", 512), ("llama-gqa", 1), ("llama-gqa", 3), ("neox-parallel", 512), ("qwen3", 3)]
+)
 def test_with_the_full_cache_a_turn_says_what_the_whole_text_says(
     kind: str, chunk: int, checkpoints: Checkpoints, offload: Path
 ) -> None:

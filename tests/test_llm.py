@@ -115,7 +115,7 @@ def test_random_weights_tell_how_many_are_written_and_then_that_the_rest_is_load
 
 
 def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:
-    held = bytearray(b"1") * 1_500_000_000
+    held = bytearray(b"1") * 900_000_000  # more than a process takes that imports torch
     code = "from h2o_flexgen.memory.host import peak_resident_bytes; print(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 50_000_000 < int(done.stdout) < len(held)

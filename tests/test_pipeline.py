@@ -35,7 +35,7 @@ from tests.planning.test_footprint import NOT_IN_ARENAS, PAGE
 from tests.planning.test_pricing import MACHINE
 from tests.planning.test_pricing import on as on_machine
 from tests.planning.worlds import tiny_spec
-from tests.test_contract import EQUAL, MANY, MIXES, RAGGED, has_code
+from tests.test_contract import EQUAL, MANY, MIXES, RAGGED, has_code_elsewhere
 
 CHOICES = {
     "kind": ("opt", "llama-gqa", "opt-350m", "gpt-oss", "qwen2-near", "deepseek-v3"),
@@ -57,7 +57,7 @@ def on(devices: int, **values: Any) -> Case:
     return Case(policy=policy, device="pretended", **values)
 
 
-@pytest.mark.parametrize("values", covering(CHOICES, needs=has_code))
+@pytest.mark.parametrize("values", covering(CHOICES, needs=has_code_elsewhere))
 def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

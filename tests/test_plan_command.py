@@ -68,7 +68,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def few_numbers_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is the point of planning/test_search; here it is what the command says of it."""
-    monkeypatch.setattr(search, "NUMBERS_OF_BATCHES", (1, 2, 4))
+    monkeypatch.setattr(search, "NUMBERS_OF_BATCHES", (1, 4))
 
 
 @pytest.fixture(autouse=True)

@@ -86,11 +86,11 @@ def test_tokens_are_those_of_the_reference_on_the_logits_of_the_resident_loop(
 def test_a_row_that_starts_anew_goes_on_with_its_penalties_and_its_least_tokens(
     policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = case_of(policy=policy)
+    case = case_of(policy=policy, lengths=(5, 9, 2, 7, 4))
     with case.open(checkpoints, offload) as llm:
         plain = llm.generate(case.prompts, SamplingParams(GEN_LEN))
         five = [replace(one, prompt_logprobs=1) for one in different_options(plain[1].token_ids)]
-        params = [replace(one, n=1 if one.is_greedy else 3) for one in five * 2]
+        params = [replace(one, n=1 if one.is_greedy else 3) for one in five]
         wanted = llm.generate(case.prompts, params, seed=SEED)
     fail_at(monkeypatch, Op.COMPUTE, step=3, most_rows=4)
     heard: dict[int, list[int]] = {}
@@ -100,7 +100,7 @@ def test_a_row_that_starts_anew_goes_on_with_its_penalties_and_its_least_tokens(
         )
         assert llm.stats is not None and llm.stats.num_prompts == len(case.prompts)
     tokens = [list(output.token_ids) for one in wanted for output in one.outputs]
-    assert heard == dict(enumerate(tokens)) and len(tokens) == 18
+    assert heard == dict(enumerate(tokens)) and len(tokens) == 9
     assert [bare(one) for one in found] == [bare(one) for one in wanted]
     for one, other in zip(found, wanted):
         assert one.prompt_logprobs is not None and other.prompt_logprobs is not None

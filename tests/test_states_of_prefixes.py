@@ -55,7 +55,7 @@ CHOICES = {
 def test_each_row_of_a_job_says_what_it_says_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    hold_job(SharedCase(own=OWN[:8], growth=LITTLE_GROWTH, **values), checkpoints, offload)
+    hold_job(SharedCase(own=OWN[:7], growth=LITTLE_GROWTH, **values), checkpoints, offload)
 
 
 ARRIVING = CHOICES | {

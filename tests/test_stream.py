@@ -29,11 +29,11 @@ from tests.engine.test_shrink import same as same_but_for_last_bits
 from tests.helpers.contract import POLICIES, UNLIKE, WEIGHTS, Case, Checkpoints, compare_each_alone, recorded_logits
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import on_devices
-from tests.test_contract import has_code
+from tests.test_contract import has_code_elsewhere
 
 LENGTHS = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5, 1, 12, 4, 9)
 GROWTH = (4, 1, 9, 3, 12, 2, 7, 1, 5, 11, 3, 8, 2, 6)
-LITTLE_GROWTH = (4, 1, 6, 3, 5, 2, 3, 1)
+LITTLE_GROWTH = (4, 1, 6, 3, 5, 2)
 MIXES = (
     (100, 0, 100, 0, 100, 0),
     (0, 100, 0, 100, 0, 100),
@@ -76,11 +76,11 @@ def streamed(llm: LLM, requests: Sequence[Request], **options: Any) -> list[Comp
     return sorted(llm.generate_stream(requests, **options), key=lambda one: one.index)
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES, has_code))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code_elsewhere))
 def test_each_row_says_what_the_resident_loop_says_of_it_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    hold_contract(Case(lengths=LENGTHS[:8], **values), LITTLE_GROWTH, checkpoints, offload)
+    hold_contract(Case(lengths=LENGTHS[:6], **values), LITTLE_GROWTH, checkpoints, offload)
 
 
 def test_a_stream_in_the_middle_keeps_its_thread_from_starting_another(checkpoints: Checkpoints, offload: Path) -> None:
@@ -207,7 +207,7 @@ def test_whoever_wants_no_more_closes_the_iterator(checkpoints: Checkpoints, off
 def test_where_memory_runs_out_the_rest_goes_on_in_smaller_blocks(
     place: Op, policy: tuple[Any, ...], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case("llama-gqa", MIXES[2], LENGTHS, gpu_batch_size=4, policy=policy)
+    case = Case("llama-gqa", MIXES[2], LENGTHS[:10], gpu_batch_size=4, policy=policy)
     requests, told = sampled(case), list[Shrink]()
     with case.open(checkpoints, offload) as llm:
         wanted = streamed(llm, requests, seed=3)

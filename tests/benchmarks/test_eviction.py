@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from h2o_flexgen.planning.workload_plan import largest
+from h2o_flexgen.profiling.measure import measure, memory_read_rate
 from tests.helpers.tiny import tiny_config
 from tests.scripts.loading import load_script
 
@@ -31,7 +32,12 @@ def asked(model: str, offload: Path, *flags: str) -> Any:
     return eviction.parse([*given, "--gpu-batch-size", "2", *flags])
 
 
-def test_a_run_generates_all_that_was_asked_and_keeps_what_it_should(model: str, offload: Path) -> None:
+def test_a_run_generates_all_that_was_asked_and_keeps_what_it_should(
+    model: str, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is measured for a moment, as what is found is no matter here."""
+    monkeypatch.setattr(eviction, "measure", lambda device, needs, **_: measure(device, needs, seconds=0.01))
+    monkeypatch.setattr(eviction, "memory_read_rate", partial(memory_read_rate, 1 << 20))
     run = eviction.run_one(asked(model, offload, "--budgets", "0.5", "--one", "1", "--equal-rows", "3"))
     assert (run["kept"], run["rows"]) == (0.5, 3)
     assert run["tokens_per_second"] == pytest.approx(3 * 12 / (run["prefill_seconds"] + run["decode_seconds"]))

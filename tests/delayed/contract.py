@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.delayed.dealing import Dealer, Order, Start, forked, spawned
 from tests.delayed.late import ALSO_LATE
-from tests.delayed.planted import FAULTS
+from tests.delayed.planted import FAULTS, HANGS
 from tests.delayed.stand import STANDS
 from tests.delayed.trying import Bench
 from tests.delayed.verdict import is_sound, more, verdict
@@ -114,7 +114,8 @@ def lines_of(stand_name: str, numbers: Sequence[int], found: Found) -> Iterator[
 def run(stand_name: str, fault: str, options: argparse.Namespace, start: Start, folder: Path) -> dict[str, object]:
     began, found = time.monotonic(), Found(options.out)
     numbers = list(range(len(STANDS[stand_name]().plans())))[:: options.every]
-    dealer = Dealer(start, found.heard, folder, options.children, options.plan_seconds)
+    most = options.hanging_seconds if fault == HANGS else None
+    dealer = Dealer(start, found.heard, folder, options.children, most or options.plan_seconds)
     try:
         try_all(stand_name, numbers, found, dealer, options.seconds)
     finally:
@@ -129,6 +130,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT.jsonl", help="takes a line for each result, behind those it has")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all of it (default: %(default)s)")
     parser.add_argument("--plan-seconds", type=float, default=PLAN_SECONDS, help="for a plan in a way (default: %(default)s)")
+    parser.add_argument(
+        "--hanging-seconds", type=float, help="for a plan in a way under a fault that hangs (default: --plan-seconds)"
+    )
     parser.add_argument("--children", type=int, default=CHILDREN, help="processes (default: %(default)s)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth plan alone")
     parser.add_argument("--pretended", nargs="+", choices=FAULTS, metavar="FAULT", help="faults to plant, without a GPU")

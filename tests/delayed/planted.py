@@ -89,6 +89,7 @@ def _hidden_states(changed: Callable[[Tensor], Tensor]) -> AbstractContextManage
     return patch.object(HiddenStore, "put", put_changed)
 
 
+HANGS = "it hangs"
 FAULTS: dict[str, Fault] = {
     "nothing": lambda way: nullcontext(),
     "no stream waits": no_stream_waits,
@@ -97,7 +98,7 @@ FAULTS: dict[str, Fault] = {
     "the engine is wrong": the_engine_is_wrong,
     "bits come of chance": bits_come_of_chance,
     "graphs are wrong": graphs_are_wrong,
-    "it hangs": it_hangs,
+    HANGS: it_hangs,
     "it crashes": it_crashes,
     "it breaks": it_breaks,
 }

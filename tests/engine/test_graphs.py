@@ -98,7 +98,7 @@ def test_every_layer_of_every_family_is_recorded(place: int, checkpoints: Checkp
     case = Case(
         LONG_ENOUGH[place],
         RESIDENT,
-        (5, 9, 2, 7),
+        (5, 9, 2),
         STEPS,
         dtype=("float32", "bfloat16", "float16")[place % 3],
         policy=policies[place % len(policies)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -275,7 +275,12 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("values", covering(PASSING))
+def is_of_room(pair: Mapping[Any, Any]) -> bool:
+    """Whether two choices meet in what is held in passing: a policy knows of a model how it attends, which three kinds show."""
+    return pair.keys() != {"kind", "kept"} or pair["kept"] < 3 or pair["kind"] in ("opt", "llama-gqa", "deepseek-v3")
+
+
+@pytest.mark.parametrize("values", covering(PASSING, needs=is_of_room))
 def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     kind, (rows, tokens, gen_len), (dtype, variant) = values["kind"], values["sizes"], values["computed"]
     config: Any = tiny_config(kind, **LARGER, **WIDER[kind])
@@ -351,7 +356,7 @@ LONG: dict[Any, Any] = {
 BARE = {"kind": "opt", "tokens": 100, "at_once": 1, "kept": 0, "computed": LONG["computed"][0], "kv_codec": PLAIN}
 
 
-@pytest.mark.parametrize("values", [*covering(LONG), BARE])
+@pytest.mark.parametrize("values", [*covering(LONG, needs=is_of_room), BARE])
 def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     """And what is estimated does not grow with the prompt by what its layers work in."""
     kind, (dtype, variant), tokens = values["kind"], values["computed"], values["tokens"]

@@ -56,7 +56,7 @@ def stored_packed(plan: Plan) -> ModelSpec:
 
 def problem(accelerator: bool = False, limits: MemoryLimits | None = None, **changes: object) -> SearchProblem:
     asked = SearchProblem(
-        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), limits or MemoryLimits(), Site(accelerator), batches=(1, 2, 4)
+        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), limits or MemoryLimits(), Site(accelerator), batches=(1, 4)
     )
     return replace(asked, **changes)  # type: ignore[arg-type]
 

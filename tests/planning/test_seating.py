@@ -37,10 +37,10 @@ KVZIP = (("kv_policy", "kvzip"), ("heavy", 3), ("recent", 4))
 
 def requests(random: Random, header: int) -> list[Request]:
     """Prompts of many lengths, most of which begin alike if there is a header, and rows of which many end early."""
-    lengths = [random.randint(2, 20) for _ in range(random.randint(1, 16))]
+    lengths = [random.randint(2, 20) for _ in range(random.randint(1, 10))]
     own, common = distinct_prompts(lengths), [7] * header
     prompts = [common * (random.random() < 0.7) + ids for ids in own]
-    growths = [random.choice([1, 2, 5, random.randint(1, 25)]) for _ in prompts]
+    growths = [random.choice([1, 2, 5, random.randint(1, 16)]) for _ in prompts]
     return [Request(ids, SamplingParams(max_tokens=most, ignore_eos=True)) for ids, most in zip(prompts, growths)]
 
 
