@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.cli.slow import unguessed_reason
+from h2o_flexgen.core.buffer_layout import states_of_one
+from h2o_flexgen.core.model_spec import TRIED_AT_ONCE
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import graphs
@@ -25,13 +28,17 @@ from h2o_flexgen.engine.drafts import ALLOWED, GRANTED, PLAIN_FIRST, Drafted, Dr
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.row_states import StateStore
+from h2o_flexgen.engine.stores.states_in_memory import states_over
+from h2o_flexgen.engine.stores.states_of_steps import Replays, StatesOfSteps
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kv.guesses import Change, Guesses
 from h2o_flexgen.kv.layer_cache import LayerCache
+from h2o_flexgen.models.row_states import Passing
 from h2o_flexgen.planning.footprint import LOOKED_UP_BYTES
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import BFLOAT16, Plan
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op
@@ -39,7 +46,7 @@ from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
 from tests.engine.test_shrink import fail_at
-from tests.helpers.contract import BY_HEAD, POLICIES, UNLIKE, WITH_STATES, Case, Checkpoints
+from tests.helpers.contract import BY_HEAD, POLICIES, UNLIKE, Case, Checkpoints
 from tests.test_arrivals import hold_contract as hold_arrivals
 from tests.test_fuzz import check_logprobs, generate, random_case, random_params
 from tests.test_stream import LENGTHS as ARRIVING
@@ -56,6 +63,12 @@ CASES = (
     Case("deepseek-v3", ON_DISK, gpu_batch_size=2),
     Case("gpt-oss", ON_DISK, gpu_batch_size=3),
     Case("bloom", ON_DISK, gpu_batch_size=2),
+    Case("qwen3-5", ON_DISK, gpu_batch_size=3),
+    Case("qwen3-5", (0, 0, 100, 0, 100, 0), gpu_batch_size=2, state_dtype=BFLOAT16, policy=(("state", (0, 0)),)),
+    Case("lfm2", ON_DISK, gpu_batch_size=2, buffers=1),
+    Case("falcon-h1", ON_DISK, gpu_batch_size=3, policy=(("state", (0, 0)),)),
+    Case("nemotron-h", ON_DISK, gpu_batch_size=2, weight_codec="group8", compute="int8", state_dtype=BFLOAT16),
+    Case("qwen3-next", ON_DISK, gpu_batch_size=2, policy=(("least_prefix", 4),)),
     Case("llama-gqa", ON_DISK, gpu_batch_size=3, policy=(("least_prefix", 4),)),
     Case("llama-gqa", ON_DISK, gpu_batch_size=2, policy=(("least_prefix", 4), ("prefix_policy", "judged"))),
     *(
@@ -154,9 +167,8 @@ def test_tokens_are_those_of_the_resident_loop(checkpoints: Checkpoints, offload
 def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[str] = ("cpu", "pretended")) -> None:
     """A random plan under which keys and values stay says the same with guesses and without. In 8 bits logits have the same
     bits, too."""
-    random, case, tried = Random(seed), Case("lfm2"), list[int]()
-    while case.kind in WITH_STATES:
-        case = random_case(random, devices)
+    random, tried = Random(seed), list[int]()
+    case = random_case(random, devices)
     percent = (*random.choice(WEIGHTS), 100, 0, *case.percent[4:])
     lengths = tuple(max(2, length) for length in case.lengths)
     case = replace(case, percent=percent, lengths=lengths, gen_len=random.randint(6, 14))
@@ -588,10 +600,116 @@ def test_what_cannot_be_guessed_is_refused_in_one_line(options: dict[str, Any], 
     assert "\n" not in str(refused.value)
 
 
-def test_models_with_states_are_refused(checkpoints: Checkpoints, offload: Path) -> None:
-    with pytest.raises(ValueError, match="states") as refused:
-        Case("lfm2", ON_DISK).open(checkpoints, offload, draft="ngram")
-    assert "\n" not in str(refused.value)
+# -- states --------------------------------------------------------------------------------------------------------------------
+
+
+OF_STATES = Case("qwen3-5", ON_DISK, LENGTHS[:4], gpu_batch_size=4, num_gpu_batches=1, policy=(("state", (0, 0)),))
+
+
+def forgets_what_stays() -> Any:
+    """Tokens that were right are not replayed."""
+    return patch.object(Replays, "of", lambda counts, device: None)
+
+
+def replays_what_was_wrong() -> Any:
+    """All tokens of a pass are replayed, whatever was said."""
+    usual = Replays.of
+    return patch.object(Replays, "of", lambda counts, device: usual([TRIED_AT_ONCE if own else 0 for own in counts], device))
+
+
+def replays_other_rows() -> Any:
+    usual = Replays.of
+    return patch.object(Replays, "of", lambda counts, device: usual([*counts[1:], counts[0]], device))
+
+
+def leaves_a_trace() -> Any:
+    """Tokens on trial change the states."""
+    usual = StatesOfSteps.passed
+
+    def passed(self: StatesOfSteps, name: str, brought: Sequence[Tensor], passing: Passing) -> Tensor:
+        return usual(self, name, brought, lambda *given: passing(*given[:3], False))
+
+    return patch.object(StatesOfSteps, "passed", passed)
+
+
+def notes_stay_where_rows_were() -> Any:
+    """The rows move up, and what they have noted does not."""
+    usual = StateStore.open
+
+    def stayed(self: StateStore, task: Any, rows: BatchRows) -> Any:
+        place = task.layer, task.batch
+        moves = self._units[place].generation != rows.generation
+        region, own = self._working_region(task), replace(self._layouts[place], rows=rows.size)
+        before = {name: one.clone() for name, one in states_over(region, own).items()} if moves else {}
+        made = usual(self, task, rows)
+        for name, notes in made.notes.items() if moves else ():
+            for number, one in enumerate(notes):
+                one.copy_(before[f"{name} {number}"])
+        return made
+
+    return patch.object(StateStore, "open", stayed)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        nullcontext,
+        forgets_what_stays,
+        replays_what_was_wrong,
+        replays_other_rows,
+        leaves_a_trace,
+        notes_stay_where_rows_were,
+    ],
+)
+def test_states_go_on_behind_what_stays_alone(fault: Callable[[], Any], checkpoints: Checkpoints, offload: Path) -> None:
+    case = OF_STATES
+    requests = [Request(prompt, SamplingParams(most, temperature=1.0)) for prompt, most in zip(case.prompts, (20, 9, 17, 22))]
+    with case.open(checkpoints, offload) as llm:
+        wanted = [*llm.generate_stream(requests, seed=2)]
+    with case.open(checkpoints, offload, draft="ngram") as llm, always(), guessing(texts_of(wanted), seed=5), fault():
+        found = [*llm.generate_stream(requests, seed=2)]
+        assert llm.stats is not None
+        assert (said(found) == said(wanted)) is (fault is nullcontext)
+        assert llm.stats.drafted.proposed > 20
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="a pretended device with clocks is not possible here")
+def test_what_is_noted_of_trials_races_with_nothing(checkpoints: Checkpoints, offload: Path) -> None:
+    case = replace(OF_STATES, device=CLOCKED)
+    requests = [Request(prompt, SamplingParams(most)) for prompt, most in zip(case.prompts, (9, 5, 7, 8))]
+    with sound(), case.open(checkpoints, offload) as llm:
+        wanted = [*llm.generate_stream(requests)]
+    with sound(), case.open(checkpoints, offload, draft="ngram") as llm, always(), guessing(texts_of(wanted), seed=5):
+        assert said([*llm.generate_stream(requests)]) == said(wanted)
+        assert llm.stats is not None and llm.stats.drafted.accepted > 5
+
+
+def test_texts_that_live_on_with_states_are_not_guessed(checkpoints: Checkpoints, offload: Path) -> None:
+    """Nothing of them is on trial when a turn is over."""
+    case = replace(OF_STATES, gpu_batch_size=1, policy=())
+    said_by = []
+    for draft in ("off", "ngram"):
+        with case.open(checkpoints, offload, draft=draft) as llm, always(), llm.converse(60, seed=1) as talk:
+            params = SamplingParams(9, ignore_eos=True)
+            said_by.append([talk.reply(case.prompts[turn], params).completion.token_ids for turn in range(2)])
+            assert not talk.planned_reply.guesses_any
+            reasons = [*unguessed_reason(talk.planned_reply)]
+            assert ["a talk keeps the states" in own for own in reasons] == [True] * (draft == "ngram")
+    assert said_by[0] == said_by[1]
+
+
+def test_what_is_noted_of_trials_is_planned_where_states_are(checkpoints: Checkpoints, offload: Path) -> None:
+    """It lies and moves with them; prefixes have none of it."""
+    found = []
+    for draft in ("off", "ngram"):
+        with OF_STATES.open(checkpoints, offload, draft=draft) as llm:
+            planned = llm.planned(Workload(OF_STATES.lengths, 4))
+            found.append(
+                (planned.footprint.parts["disk"]["states"], next(iter(planned.blocks.first.states.values())).row_bytes)
+            )
+            assert len(states_of_one(llm.spec)[0].tensors) == 2
+    (plain, row), (noted, wider) = found
+    assert noted > plain and wider > row
 
 
 def test_nothing_is_guessed_where_keys_and_values_move(folder: Path) -> None:

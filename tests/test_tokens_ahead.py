@@ -37,6 +37,8 @@ CASES = (
     Case("mistral", ON_DISK, kv_codec="group8", gpu_batch_size=3),
     Case("gemma3-capped", ON_DISK, gpu_batch_size=3, sep_layer=False),
     Case("deepseek-v3", ON_DISK, gpu_batch_size=3),
+    Case("qwen3-5", ON_DISK, gpu_batch_size=3),
+    Case("bamba", ON_DISK, gpu_batch_size=2, policy=POLICIES[1]),
     Case("gpt-oss", ON_DISK, policy=(*POLICIES[6], ("positions", "rolling")), gpu_batch_size=3),
     Case("llama-mha", ON_DISK, policy=BY_HEAD[0], gpu_batch_size=3),
     Case("llama-mha", ON_DISK, policy=BY_HEAD[3], gpu_batch_size=2, weight_codec="group4"),

@@ -116,9 +116,13 @@ def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:
 
 def unguessed_reason(first: BlockPlan) -> Iterator[str]:
     """The reason that no token is guessed where drafts are asked for."""
-    if first.plan.draft != OFF and not first.guesses_any:
+    if first.plan.draft == OFF or first.guesses_any:
+        return
+    if first.spec.state_layers and any(batch.lives_on for batch in first.block.batches):
+        why, mending = "a talk keeps the states behind all that was said, and takes no token back", "leave it out"
+    else:
         why, mending = "keys and values move, so that guesses would move more", "keep all KV in memory, or leave it out"
-        yield f"--draft {first.plan.draft} guesses nothing: {why}; {mending}"
+    yield f"--draft {first.plan.draft} guesses nothing: {why}; {mending}"
 
 
 def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:

@@ -356,7 +356,8 @@ class StateLayout:
 
 def states_of_one(spec: ModelSpec) -> tuple[StateLayout, ...]:
     """The states of one row behind a prompt, in each layer in which rows have some: nothing of them is rounded yet."""
-    return tuple(StateLayout(1, tuple(one.in_full for one in spec.layers[layer].states)) for layer in spec.state_layers)
+    of_layers = (spec.layers[layer].states for layer in spec.state_layers)
+    return tuple(StateLayout(1, tuple(one.in_full for one in states if one.notes is None)) for states in of_layers)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ A *layer* here is a step of the schedule: the embedding, a decoder block (or its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -32,6 +32,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
 IN_HEADS_BYTES = 32 << 20  # of keys and values of heads that are made for prompts at once; of one head at least
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
+TRIED_AT_ONCE = 8  # tokens of a row in a pass, its newest included, that may be taken back where it has states
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
 
 
@@ -125,6 +126,13 @@ class PromptHeads(NamedTuple):
         return 2 * pairs * self.width + keys * making < 2 * pairs * (self.latent + self.rotated) + tokens * making
 
 
+class OfToken(NamedTuple):
+    """What a token brings to a state: values of the model's type, or of fp32."""
+
+    shape: tuple[int, ...]
+    is_float32: bool = False
+
+
 class StateTensor(NamedTuple):
     """A part of the state that a row has in a layer, of one size whatever the length of its text. It is zero before the first
     token, and every step reads and writes all of it."""
@@ -132,10 +140,18 @@ class StateTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str = FLOAT32
+    brings: tuple[OfToken, ...] = ()  # by each token
+    notes: str | None = None  # the state to which tokens on trial have brought it
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def of_trial(self, dtype: str) -> Iterator[StateTensor]:
+        """What tokens on trial have brought to it, which is noted until it is known how many of them stay."""
+        for number, one in enumerate(self.brings):
+            own = FLOAT32 if one.is_float32 else dtype
+            yield StateTensor(f"{self.name} {number}", (TRIED_AT_ONCE, *one.shape), own, notes=self.name)
 
     @property
     def in_full(self) -> StateTensor:
@@ -149,7 +165,7 @@ class StateTensor(NamedTuple):
     @property
     def is_of_heads(self) -> bool:
         """Whether it is a matrix for each head (heads, key width, value width), and not the inputs of a convolution."""
-        return len(self.shape) == 3
+        return len(self.shape) == 3 and self.notes is None
 
 
 @dataclass(frozen=True)
@@ -620,15 +636,18 @@ class ModelSpec:
         layers = tuple(layer.each_form(lambda one: replace(one, window=None)) for layer in self.layers)
         return replace(self, max_positions=self.seen_positions, layers=layers)
 
-    def written_as(self, weight_codec: str, kv_codec: str, compute: str, state_dtype: str = FLOAT32) -> ModelSpec:
+    def written_as(
+        self, weight_codec: str, kv_codec: str, compute: str, state_dtype: str = FLOAT32, tries: bool = False
+    ) -> ModelSpec:
         """The same model with its weights, its KV and states of rows in the formats of a plan, and its products as a plan has
-        them."""
+        them. `tries`: tokens may be taken back."""
         if not self.can_keep(kv_codec):
             raise ValueError(
                 f"kv_codec {kv_codec!r} rounds keys, and those of {self.name} say by exact numbers where they stand (ALiBi); "
                 "leave it out (--compress-cache)"
             )
         spec = self if state_dtype == FLOAT32 else self._with_states_in(state_dtype)
+        spec = spec._noting_trials() if tries else spec
         spec = spec if weight_codec == PLAIN else spec.packed(weight_codec)
         spec.refuse_to_compute(compute)
         return replace(spec, kv_codec=kv_codec, product=PRODUCTS[compute])
@@ -641,6 +660,10 @@ class ModelSpec:
             )
         kept = partial(_with_states_in, dtype)
         return replace(self, layers=tuple(layer.each_form(kept) for layer in self.layers))
+
+    def _noting_trials(self) -> ModelSpec:
+        noting = partial(_noting_trials, self.dtype)
+        return replace(self, layers=tuple(layer.each_form(noting) for layer in self.layers)) if self.state_layers else self
 
     def can_keep(self, kv_codec: str) -> bool:
         """Whether keys and values may be kept so. What says where a key stands must not be rounded."""
@@ -690,6 +713,11 @@ def _cut(layer: LayerSpec, halves: AttentionHalves, width: int) -> tuple[LayerSp
 
 def _with_states_in(dtype: str, layer: LayerSpec) -> LayerSpec:
     return replace(layer, states=tuple(one.kept_as(dtype) for one in layer.states))
+
+
+def _noting_trials(dtype: str, layer: LayerSpec) -> LayerSpec:
+    noted = (tensor for one in layer.states for tensor in one.of_trial(dtype))
+    return replace(layer, states=(*layer.states, *noted))
 
 
 def _with_tensors(layer: LayerSpec, is_kept: Callable[[str], bool]) -> LayerSpec:

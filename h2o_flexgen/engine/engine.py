@@ -41,6 +41,7 @@ from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateSto
 from h2o_flexgen.engine.stores.row_stores import KVLevels, RowStores
 from h2o_flexgen.engine.stores.states_in_memory import States, StatesInPassing, begin_behind
 from h2o_flexgen.engine.stores.states_of_echoes import EchoedStates
+from h2o_flexgen.engine.stores.states_of_steps import Replays, StatesOfSteps
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept
@@ -84,16 +85,11 @@ class KeptOfRows(NamedTuple):
     """The same of a batch, part by part."""
 
     attend_of: AttendOf
-    states_of: Callable[[RowsPart], StatesInPassing]
+    states_of: Callable[[RowsPart], tuple[RowStates, Callable[[], None]]]  # and what is called behind all tokens of the part
 
     def part(self, part: RowsPart) -> Kept:
         """What a part is handed, once: its states begin then."""
-        states, attend = self.states_of(part), self.attend_of(part)
-        if not states.kept:
-            return Kept(attend)
-        if part.now.echoes_within is not None:
-            return Kept(attend, EchoedStates(states.in_full, part.lengths, step=part.now), states.keep)
-        return Kept(attend, RowStates(states.in_full, part.lengths), states.keep)
+        return Kept(self.attend_of(part), *self.states_of(part))
 
 
 @dataclass(frozen=True)
@@ -489,8 +485,9 @@ class Engine:
         room = self._room_of_pass(batch, planned.schedule.traffic.moves_hidden(place))
         drafts = Drafts(room - batch.size, self._plan.graphs != OFF) if planned.guesses(place) else None
         if isinstance(rows, Waiting):
-            return SeatedRows(place, batch, rows, prefixes, *there, drafts, spares)
-        most_ahead = 0 if drafts is None else max(0, room // batch.size - 1)
+            return SeatedRows(place, batch, rows, prefixes, *there, drafts, spares, planned.tried_at_once)
+        together = min(room // batch.size, planned.tried_at_once or room)
+        most_ahead = 0 if drafts is None else max(0, together - 1)
         own = [rows[row] for row in batch.rows]
         return BatchRows(batch, own, *there, drafts, most_ahead, spares and drafts is not None)
 
@@ -588,7 +585,8 @@ class Engine:
         opened = self._states_for(visit, state).open(task, rows) if layer.states else NO_STATES
         reads_back = layer.reads_back and self._memories.device.accelerator
         is_of_graphs = not (reads_back or self._kv_for(visit, state).chooses(visit))
-        if state.graphs is not None and is_of_graphs and state.graphs.take(rows):
+        tries = bool(self._spec.state_layers) and (rows.follows_trial or bool(rows.parts[0].ahead))  # no graph does it
+        if state.graphs is not None and is_of_graphs and not tries and state.graphs.take(rows):
             stores = self._weights_for(visit), self._kv_for(visit, state), self._states_for(visit, state)
             place = GraphPlace(visit.layer, *(store.buffer(visit) for store in stores))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache, opened)))
@@ -770,23 +768,28 @@ def _never(task: Task) -> bool:
     return False
 
 
-def _states_of(visit: Visit, opened: OpenStates, prefixes: PrefixStore, part: RowsPart) -> StatesInPassing:
+def _states_of(visit: Visit, opened: OpenStates, prefixes: PrefixStore, part: RowsPart) -> tuple[RowStates, Callable[[], None]]:
     """The states that a part of a COMPUTE changes: those of its rows, or of the prefix that it computes. A text that begins in
     it has none, or those at the end of the prefix that it begins with."""
     if not opened.by_name:
-        return StatesInPassing({}, {})
+        return base.NO_STATES, _nothing_to_keep
     at_the_end_of = partial(prefixes.states, visit.layer)
     if part.prefix is None:
         kept: States = {name: one[part.rows] for name, one in opened.by_name.items()}
         if not part.now.is_prefill:
-            return StatesInPassing(kept, kept)
+            notes = {name: [one[part.rows] for one in each] for name, each in opened.notes.items()}
+            replays = Replays.of(opened.replays[part.rows], part.tokens.device)
+            return StatesOfSteps(kept, laid=part.laid, notes=notes, replays=replays), _nothing_to_keep
+        assert not any(opened.replays[part.rows]), "nothing is on trial before a prompt"
         own = StatesInPassing.of(kept)
     else:
         own = StatesInPassing.of(at_the_end_of(part.prefix))
         for one in own.in_full.values():
             one.zero_()
     begin_behind(own.in_full, ((prefix.group, rows) for prefix, rows in part.now.groups), at_the_end_of)
-    return own
+    if part.now.echoes_within is not None:
+        return EchoedStates(own.in_full, part.lengths, step=part.now), own.keep
+    return RowStates(own.in_full, part.lengths), own.keep
 
 
 def _attends(cache: LayerCache, part: RowsPart) -> Attend:

@@ -22,6 +22,7 @@ from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.masks import BatchMasks, MaskMaker, RowBroken
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
+from h2o_flexgen.engine.stores.states_of_steps import TokensLaid
 from h2o_flexgen.kernels.adapted_matrix import AdaptedRows
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.memory.device import Device
@@ -95,6 +96,11 @@ class RowsPart:
                 own[place] = number
         return AdaptedRows(tuple(own), self.tokens.device)
 
+    @cached_property
+    def laid(self) -> TokensLaid | None:
+        """The places of the tokens of each row, if some have several in a decode step."""
+        return TokensLaid.of(self.places, self.tokens.device) if self.places else None
+
     @property
     def pieces(self) -> tuple[slice, ...]:
         """The tokens that a layer computes one piece after the other."""
@@ -143,6 +149,8 @@ class BatchRows:
         self.held_before: tuple[int, ...] = ()  # slots in use when the rows last moved up, in the heads of each level
         self.staying: Sequence[int] = ()  # by the place of a row in the last pass: tokens behind its newest that count
         self.last_step: int | None = None  # known once all rows are finished and no more come
+        self.follows_trial = False  # tokens of the step before may have been taken back
+        self.parts: tuple[RowsPart, ...] = ()
         self._batch = batch  # the living rows
         self._rows = list(rows)
         self._policies = policies
@@ -469,6 +477,7 @@ class BatchRows:
         it. All rows that there are stay."""
         if self._drafts is not None:
             self._drafts.propose(self._rows, [self._most_ahead - row.ahead for row in self._rows])
+        self.follows_trial = any(part.ahead for part in self.parts)
         first, more = self._first_steps(), [*map(self._behind_newest, self._rows)]
         levels, most = self._steps_at([*zip(self._rows, first)]), max(map(len, more))
         adapters = adapters_of(self._rows)

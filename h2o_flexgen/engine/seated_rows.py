@@ -69,8 +69,10 @@ class SeatedRows(BatchRows):
         masks: MaskMaker | None = None,
         drafts: Drafts | None = None,
         runs_ahead: bool = False,
+        most_at_once: int | None = None,
     ) -> None:
-        """`runs_ahead`: rows take tokens that must come without asking the model."""
+        """`runs_ahead`: rows take tokens that must come without asking the model. `most_at_once`: tokens of a row in a pass, if
+        there may not be as many as there is room for."""
         self._place = place
         self._prefixes = prefixes
         self._copies = plan.copies_prefixes
@@ -79,7 +81,8 @@ class SeatedRows(BatchRows):
         self._shared: dict[int, SharedPrefix | None] = {}  # what each row shares
         self._copied: list[int] = []  # groups from which a prefix is copied that the next pass computes
         super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back, masks, drafts, 0, runs_ahead)
-        self._most_ahead = self._room_ahead() if runs_ahead or drafts is not None else 0
+        room = self._room_ahead() if runs_ahead or drafts is not None else 0
+        self._most_ahead = room if most_at_once is None else min(room, most_at_once - 1)
         if not self._rows:
             self.last_step = 0  # no row came
 

@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     Said,
     weights,
 )
-from h2o_flexgen.core.model_spec import LayerSpec, StateTensor
+from h2o_flexgen.core.model_spec import LayerSpec, OfToken, StateTensor
 from h2o_flexgen.kernels.operations import gated_identity
 from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
@@ -104,7 +104,7 @@ class Convolutions(Decoder):
             layout.wide("conv.conv.bias", width) if bias else {},
             layout.linear("conv.out_proj", width, width, bias),
         )
-        states = [StateTensor(INPUTS, (mixed - 1, width))]
+        states = [StateTensor(INPUTS, (mixed - 1, width), brings=(OfToken((width,)),))]
         return layout.stateful(Convolutions.convolution, parameters, states, width, CONVOLVED * width, origin)
 
     def convolution(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import Said, weights
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, StateTensor
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, OfToken, StateTensor
 from h2o_flexgen.kernels.operations import gated_norm, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
@@ -97,8 +97,10 @@ class ScanHeads(NamedTuple):
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        inputs = StateTensor(INPUTS, (self.mixed - 1, self.convolved))
-        return inputs, StateTensor(MATRIX, (self.heads, self.state_width, self.width))
+        inputs = StateTensor(INPUTS, (self.mixed - 1, self.convolved), brings=(OfToken((self.convolved,)),))
+        x, shared = OfToken((self.heads, self.width)), OfToken((self.groups, self.state_width))
+        brings = x, OfToken((self.heads,), is_float32=True), shared, shared
+        return inputs, StateTensor(MATRIX, (self.heads, self.state_width, self.width), brings=brings)
 
     @property
     def passing(self) -> int:

@@ -23,7 +23,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     shared_expert,
     weights,
 )
-from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, StateTensor
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, OfToken, StateTensor
 from h2o_flexgen.kernels.operations import gated_norm, gated_sigmoid, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
@@ -146,8 +146,10 @@ class DeltaHeads(NamedTuple):
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
-        inputs = StateTensor(CONVOLVED, (self.mixed - 1, self.convolved))
-        return inputs, StateTensor(MATRIX, (self.heads, self.key_width, self.value_width))
+        inputs = StateTensor(CONVOLVED, (self.mixed - 1, self.convolved), brings=(OfToken((self.convolved,)),))
+        key, value = OfToken((self.key_heads, self.key_width)), OfToken((self.heads, self.value_width))
+        brings = key, key, value, OfToken((self.heads,), is_float32=True), OfToken((self.heads,))
+        return inputs, StateTensor(MATRIX, (self.heads, self.key_width, self.value_width), brings=brings)
 
 
 class Projected(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces, StateLayout
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import TRIED_AT_ONCE, ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import (
@@ -115,8 +115,15 @@ class BlockPlan:
         return PromptPlaces(layout.of_rows(max(part.size for part in parts)), min(2, sum(parts.values())))
 
     def guesses(self, batch: int) -> bool:
-        """Whether tokens of a batch are guessed: only where keys and values stay."""
-        return self.plan.draft != OFF and self.schedule.traffic.takes_several(batch)
+        """Whether tokens of a batch are guessed: only where keys and values stay. States of a text that lives on are those
+        behind all that was said, with nothing on trial."""
+        keeps_states = bool(self.spec.state_layers) and self.block.batches[batch].lives_on
+        return self.plan.draft != OFF and not keeps_states and self.schedule.traffic.takes_several(batch)
+
+    @property
+    def tried_at_once(self) -> int | None:
+        """The most tokens of a row in a pass, its newest included, where more could not be taken back; None: any number."""
+        return TRIED_AT_ONCE if self.plan.draft != OFF and self.spec.state_layers else None
 
     @property
     def guesses_any(self) -> bool:

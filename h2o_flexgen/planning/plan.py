@@ -435,11 +435,6 @@ class Plan:
         if not site.accelerator and site.processor.build == TORCH:
             raise ValueError(f"graphs {ON!r} needs the kernels in C, and there are none here; use {AUTO!r}")
 
-    def refuse_drafts_of_states(self, spec: ModelSpec) -> None:
-        """Raises if drafts are asked of a model with states, from which no token can be taken back."""
-        if self.draft != OFF and spec.state_layers:
-            raise ValueError(f"draft {self.draft!r} takes tokens back, and rows of {spec.name} have states; leave draft out")
-
     @property
     def has_own_buffers(self) -> bool:
         """Whether the schedule fixes its number of buffers, so that a plan cannot choose it."""

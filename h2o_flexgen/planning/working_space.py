@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from h2o_flexgen.core.buffer_layout import PICKED_VALUES, next_hidden_bytes, next_step_bytes, prompt_form
-from h2o_flexgen.core.model_spec import IN_HEADS_BYTES, ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import IN_HEADS_BYTES, TRIED_AT_ONCE, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
 from h2o_flexgen.formats.kernel_sizes import (
@@ -193,7 +193,8 @@ def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], sit
     rows = levels[0].occupancy.batch.size
     together = attended_together(rows, guesses)
     attention = (_decode_attention_bytes(at, plan, site, together) for at in levels)
-    mixing = max(_states_bytes(spec, site, rows, 1), *attention)
+    states = _trial_bytes(spec, site, rows) if guesses else _states_bytes(spec, site, rows, 1)
+    mixing = max(states, *attention)
     return mixing + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
 
 
@@ -322,9 +323,17 @@ def _states_bytes(spec: ModelSpec, site: Site, rows: int, tokens: int) -> int:
     return rows * max(of_row)
 
 
+def _trial_bytes(spec: ModelSpec, site: Site, rows: int) -> int:
+    """Bytes for tokens that are tried: what they bring row by row, and what becomes of it; and in torch a state for them."""
+    brought = (sum(one.nbytes for one in layer.states if one.notes) for layer in spec.unlike_layers)
+    matrices = (sum(one.in_full.nbytes for one in layer.states if one.notes is None) for layer in spec.unlike_layers)
+    passing = _states_bytes(spec, site, rows, TRIED_AT_ONCE)
+    return passing + rows * (2 * max(brought) + (max(matrices) if passing else 0))
+
+
 def _echoed_states_bytes(spec: ModelSpec, rows: int) -> int:
     """Bytes of the states that an echo changes instead of those of the rows."""
-    return rows * max(sum(one.in_full.nbytes for one in layer.states) for layer in spec.unlike_layers)
+    return rows * max(sum(one.in_full.nbytes for one in layer.states if one.notes is None) for layer in spec.unlike_layers)
 
 
 def _in_heads_bytes(spec: ModelSpec, occupancy: Occupancy, at_once: int, threads: int) -> int:

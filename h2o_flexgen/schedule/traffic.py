@@ -157,8 +157,8 @@ class Traffic:
 
     def takes_several(self, batch: int) -> bool:
         """Whether a step may take several tokens of a row: keys and values stay where they are. Otherwise it would store more
-        than the newest of each row. A state takes tokens one by one."""
-        return not self.state and not any(self.moves_kv(*place) for place in self.kv if place[1] == batch)
+        than the newest of each row. States are of one size."""
+        return not any(self.moves_kv(*place) for place in self.kv if place[1] == batch)
 
     def spares_passes(self, batch: int) -> bool:
         """Whether a step that takes several tokens of a row is a pass fewer that moves less: weights come for each pass."""

@@ -241,7 +241,6 @@ class LoadedModel:
     def _put_under_plan(self) -> None:
         self.model = self.opened.model(self.plan)  # its layers as functions, for other code that runs them
         self.source = self.opened.source(self.plan, self.offload_folder, self.stages)  # where its weights come from
-        self.plan.refuse_drafts_of_states(self.spec)
         if any(self.spec.windows):  # rows do not keep tokens before a window, so that no prefix is shared
             self.plan = replace(self.plan, shared_prefixes=False)
         self._refuse_useless_folder()

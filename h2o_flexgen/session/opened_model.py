@@ -27,7 +27,7 @@ from h2o_flexgen.formats.table import can_be_parted
 from h2o_flexgen.models import create_model, known_config, load_config, tensor_names
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.config_values import Config
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
 
@@ -99,7 +99,7 @@ class OpenedModel:
 
     def spec(self, plan: Plan) -> ModelSpec:
         forms = plan.weight_codec, plan.kv_codec, plan.compute, plan.state_dtype
-        kind = plan.sep_layer, plan.attend_on, plan.policy.keeps_all, forms
+        kind = plan.sep_layer, plan.attend_on, plan.policy.keeps_all, plan.draft, forms
         if kind not in self._specs:
             self._specs[kind] = self.model(plan).spec
         return self._specs[kind]
@@ -118,7 +118,7 @@ class OpenedModel:
             _refuse_tables(model.spec, self.checkpoint)
         elif quantisation := _quantisation(self.config):
             model.spec = _in_random_forms(model.spec, quantisation)
-        model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute, plan.state_dtype)
+        model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute, plan.state_dtype, plan.draft != OFF)
         return model
 
     def _as_stored(self, tensor: TensorSpec) -> TensorSpec:

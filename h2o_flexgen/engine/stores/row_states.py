@@ -8,9 +8,9 @@ visit needs it, all layers and batches have one home there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,9 +31,11 @@ class OpenStates(NamedTuple):
 
     by_name: States
     memory: Sequence[Tensor]  # that they lie in
+    notes: Mapping[str, Sequence[Tensor]]  # by state: what tokens on trial have brought to it
+    replays: Sequence[int] = ()  # of each row, how many of these tokens stay
 
 
-NO_STATES = OpenStates({}, ())
+NO_STATES = OpenStates({}, (), {})
 
 
 @dataclass
@@ -42,6 +44,7 @@ class StatesAtHome:
 
     rows: int = 0  # in it
     generation: int = 0  # how often its rows were filled up
+    behind: list[int] = field(default_factory=list)  # of each row, the tokens of its text that have passed them
 
 
 class StateStore:
@@ -109,17 +112,23 @@ class StateStore:
             for now, before in enumerate(rows.places_before):
                 if now != before:
                     by_row[now] = by_row[before]
+            unit.behind = [unit.behind[before] for before in rows.places_before if unit.behind]
         if rows.beginning is not None:
             by_row[rows.beginning].zero_()
         unit.rows, unit.generation = rows.size, rows.generation
-        return self._over(region, place, rows.size)
+        opened = self._over(region, place, rows.size)
+        return opened._replace(replays=_replayed(unit, rows)) if opened.notes else opened
 
     def _over(self, region: Tensor, place: Place, rows: int) -> OpenStates:
         """Views of a region: both stay as long as this store."""
         known = id(region), place, rows
         if known not in self._views:
             layout = replace(self._layouts[place], rows=rows)
-            self._views[known] = OpenStates(states_over(region, layout), (region[: layout.nbytes],))
+            of_all, tensors = states_over(region, layout), layout.tensors
+            own = {one.name: of_all[one.name] for one in tensors if one.notes is None}
+            notes = {name: [of_all[one.name] for one in tensors if one.notes == name] for name in own}
+            noted = {name: each for name, each in notes.items() if each}
+            self._views[known] = OpenStates(own, (region[: layout.nbytes],), noted)
         return self._views[known]
 
     def buffer(self, visit: Visit) -> int:
@@ -165,3 +174,15 @@ class StateStore:
     def _cuts(self, task: Task) -> list[slice]:
         place = task.layer, task.batch
         return [*self._layouts[place].cuts(self._units[place].rows)]
+
+
+def _replayed(unit: StatesAtHome, rows: BatchRows) -> Sequence[int]:
+    """How many of each row's tokens that were on trial stay: its text has gone on behind them. None of a text that begins, or
+    where the step before had none on trial; it may have been recorded."""
+    replayed, unit.behind = [0] * unit.rows, [*unit.behind, *[0] * unit.rows][: unit.rows]
+    for part in rows.parts:
+        slots, places = part.now.slots, range(unit.rows)[part.rows]
+        for place, seen, new, begins in zip(places, slots.seen, slots.new, slots.begins):
+            replayed[place] = seen - unit.behind[place] if rows.follows_trial and not begins else 0
+            unit.behind[place] = seen + (0 if part.ahead else new)
+    return replayed
