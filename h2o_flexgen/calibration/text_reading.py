@@ -131,6 +131,7 @@ def turned(tokens: NewTokens) -> tuple[Tensor, Tensor, Tensor]:
     q, k = tokens.q, tokens.k
     positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
     q = q if tokens.of_queries is None else tokens.of_queries(q, positions)
+    q = q if tokens.query_lengths is None else q * tokens.query_lengths.turn(positions, q.dtype).cos[..., :1]
     q = q if tokens.query_norm is None else tokens.query_norm(q)
     k = k if tokens.rotation is None else tokens.rotation(k, positions)
     q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, tokens.v))

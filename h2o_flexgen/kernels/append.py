@@ -28,6 +28,10 @@ class RotationAngles(NamedTuple):
         """Those of some of the tokens."""
         return RotationAngles(self.cos[:, tokens], self.sin[:, tokens])
 
+    def of_pairs(self, count: int) -> RotationAngles:
+        """Those of the first pairs."""
+        return RotationAngles(self.cos[..., :count], self.sin[..., :count])
+
 
 def rotate(x: Tensor, turn: RotationAngles) -> Tensor:
     (rows, tokens, heads, dim), half = x.shape, turn.cos.shape[-1]

@@ -214,6 +214,9 @@ class KVCache:
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
             q = rotate(q, turn if piece is None else turn.of(piece))
+        if tokens.query_lengths is not None:
+            turn = now.turn(tokens.query_lengths, q.dtype, self._rolls)
+            q = rotate(q, (turn if piece is None else turn.of(piece)).of_pairs(q.shape[-1] // 2))
         return q if tokens.query_norm is None else tokens.query_norm(q)
 
     def _old(self, now: KVStep, scores: SlotScores | None) -> _Old | None:

@@ -78,6 +78,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "deepseek_v3": ("deepseek", "DeepSeekV3"),
     "dots1": ("dots", "Dots1"),
     "glm4_moe_lite": ("deepseek", "GlmMoeLite"),
+    "mistral4": ("mistral4", "Mistral4"),
     "seed_oss": ("seed_oss", "SeedOss"),
     "arcee": ("arcee", "Arcee"),
     "apertus": ("arcee", "Apertus"),

@@ -50,6 +50,11 @@ class Hunyuan(Decoder):
         if getattr(config, "use_cla", False):
             raise ValueError("use_cla is set: layers that attend the keys of others are not supported; give another model")
         super().__init__(config, dtype, sep_layer, name)
+        (rope,) = self.ropes_of(config)
+        stretch = super().rotary_of(rope, self._rotated).stretch
+        self._eps_of_heads = (
+            self._eps / stretch**2
+        )  # norms take the length away again, and add this to the square of what is left
 
     @staticmethod
     def traits_of(config: Config) -> Traits:
@@ -59,17 +64,17 @@ class Hunyuan(Decoder):
         return [Rope.of(config, partly=False).with_alpha(head_width(config))]
 
     def rotary_of(self, rope: Rope, width: int) -> Rotary:
-        """How long a rotation makes a head changes nothing."""
+        """How long a rotation makes a head changes nothing but what its norm adds beside it."""
         return Rotary(super().rotary_of(rope, width).frequencies)
 
     def queries_and_keys_normed(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        return q, tensor_ops.bare_rms_norm(k, self._eps)
+        return q, tensor_ops.bare_rms_norm(k, self._eps_of_heads)
 
     def new_tokens(self, rotary: Rotary | None, hidden: Tensor, weights: Weights) -> NewTokens:
         of_queries, of_keys = (tensor_ops.needed(weights, f"self_attn.{part}_norm.weight") for part in "qk")
         both = tensor_ops.multiplied(of_queries, of_keys)
         made = super().new_tokens(rotary, hidden, weights)
-        return replace(made, query_norm=partial(rms_norm, weight=both, eps=self._eps))
+        return replace(made, query_norm=partial(rms_norm, weight=both, eps=self._eps_of_heads))
 
 
 class HunyuanMoe(MixtureOfExperts, Hunyuan):

@@ -168,6 +168,7 @@ class LatentAttention(Decoder):
     """LLaMA's relatives with latent attention."""
 
     rotates_parts = True  # of what they call a head; it is rotated as a whole
+    _lengths: Rotary | None = None  # by which queries are longer
     bounds: ClassVar[Bounds] = {
         "kv_lora_rank": Whole(MOST_HEAD_DIM // 2, is_required=True),
         "q_lora_rank": Whole(MOST_WIDTH),
@@ -229,7 +230,11 @@ class LatentAttention(Decoder):
             return super().attended_by(rotary, hidden, weights, given)
         x, turning, unrotated, k = self._made(hidden, weights)
         of_heads = HeadsOfLatents(self._latents, weights, self._traits.query_scale)
-        return given.attend(NewTokens(_joined(turning, unrotated), k, k, rotary, x, in_heads=of_heads))
+        q = _joined(turning, unrotated)
+        return given.attend(NewTokens(q, k, k, rotary, x, query_lengths=self._lengths, in_heads=of_heads))
+
+    def new_tokens(self, rotary: Rotary | None, hidden: Tensor, weights: Weights) -> NewTokens:
+        return replace(super().new_tokens(rotary, hidden, weights), query_lengths=self._lengths)
 
     def before_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         return super().before_attended(hidden, weights, replace(given, in_heads=False))

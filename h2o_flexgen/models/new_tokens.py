@@ -61,6 +61,7 @@ class NewTokens:
     x: Tensor | None = None  # (rows, tokens, width): what all three were made of, which may say what is worth keeping
     sink_scores: Tensor | None = None  # (heads,): part of the softmax of every query of a head; their shares are let go
     query_rotation: Rotation | None = None  # of queries, where it is another one, or keys are not rotated
+    query_lengths: Rotation | None = None  # which turns none, and makes all values of queries longer
     query_norm: Callable[[Tensor], Tensor] | None = None  # of queries that are rotated, where they have one
     in_heads: InHeads | None = None  # queries are those of heads, which attend keys that this makes; or `without` it
 
@@ -71,7 +72,7 @@ class NewTokens:
     @property
     def turns_queries_apart(self) -> bool:
         """Whether more than a rotation that keys have, too, is done to queries."""
-        return self.query_rotation is not None or self.query_norm is not None
+        return any(one is not None for one in (self.query_rotation, self.query_lengths, self.query_norm))
 
     def part(self, tokens: slice) -> NewTokens:
         """Some of the tokens."""

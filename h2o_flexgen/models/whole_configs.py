@@ -125,7 +125,7 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "gemma4": TextPart({"gemma4_text": "gemma4_text"}, is_tied=True),
     "gemma4_unified": TextPart({"gemma4_unified_text": "gemma4_unified_text"}, is_tied=True),
     "llama4": TextPart({"llama4_text": "llama4_text"}),
-    "mistral3": TextPart({"mistral": "mistral", "ministral3": "ministral3"}),
+    "mistral3": TextPart({"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"}),
     "qwen2_vl": TextPart({"qwen2_vl_text": "qwen2"}, is_beside=True),
     "qwen2_5_vl": TextPart({"qwen2_5_vl_text": "qwen2"}, is_beside=True),
     "qwen3_vl": TextPart({"qwen3_vl_text": "qwen3"}),

@@ -339,7 +339,7 @@ def test_positions_are_scaled_only_as_kind_and_mix_both_say(
     [
         ({"general.architecture": "bert"}, "'bert', which is not read; docs/checkpoints.md lists all that are"),
         ({"general.architecture": "qwen3vl"}, "known and like it: qwen3"),
-        ({"general.architecture": "mistral"}, "known and like it: mistral3; docs/checkpoints.md lists all that are"),
+        ({"general.architecture": "mistral"}, "known and like it: mistral4, mistral3; docs/checkpoints.md lists all"),
         ({"general.type": "adapter"}, "'adapter'"),
         ({"llama.expert_count": 8}, "no blk.0.ffn_gate_exps.weight"),
         ({"llama.expert_gating_func": 2}, "llama.expert_gating_func"),

@@ -198,6 +198,10 @@ def _longer_queries(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
 
 
+def _temperature(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+
+
 def _logit_scale(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_logit_scale(config.logit_scale)
 
@@ -295,7 +299,7 @@ def _choice_of_deepseek(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_group_count(config.n_group or 1)
     writer.add_expert_group_used_count(config.topk_group or 1)
     is_v3 = config.model_type in ("deepseek_v3", "dots1")
-    writer.add_expert_weights_norm(bool(is_v3 and config.norm_topk_prob))
+    writer.add_expert_weights_norm(bool(config.model_type != "deepseek_v2" and config.norm_topk_prob))
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
 
 
@@ -304,6 +308,7 @@ def _latents(writer: GGUFWriter, config: PretrainedConfig) -> None:
     found = {"head_count_kv": 1, "key_length": rank + turned, "value_length": rank}
     for key, value in found.items():
         writer.kv_data[0][f"{writer.arch}.attention.{key}"].value = value
+    writer.kv_data[0][f"{writer.arch}.rope.dimension_count"].value = turned
     writer.add_key_length_mla(config.qk_nope_head_dim + turned)
     writer.add_value_length_mla(config.v_head_dim)
     writer.add_kv_lora_rank(rank)
@@ -795,6 +800,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family("deepseek2", (_experts, _choice_of_deepseek, _latents), NAMES_OF_LATENTS, sizes=DEEPSEEK_SIZES),
     "deepseek_v3": Family("deepseek2", (_experts, _choice_of_deepseek, _latents), NAMES_OF_LATENTS, sizes=DEEPSEEK_SIZES),
+    "mistral4": Family(
+        "mistral4",
+        (_experts, _choice_of_deepseek, _latents, _temperature),
+        NAMES_OF_LATENTS,
+        sizes={
+            **{key: size for key, size in DEEPSEEK_SIZES.items() if key != "head_dim"},
+            "rope_parameters": KINDS["mistral4"][1]["rope_parameters"],
+        },
+        lacks=("head_dim",),
+    ),
     "qwen3_5_text": Family("qwen35", (_delta_rule,), NAMES_OF_DELTA, sizes=DELTA_SIZES, norms_add=1.0),
     "qwen3_5_moe_text": Family(
         "qwen35moe",

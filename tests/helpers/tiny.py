@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
 
 from h2o_flexgen.models import tensor_names
+
+AutoModelForCausalLM.register(
+    Mistral4Config, Mistral4ForCausalLM, exist_ok=True
+)  # it is there as a part of a model of several parts alone
 
 VOCAB, POSITIONS, BLOCKS = 113, 128, 3
 SCALAR = ".layer_scalar"
@@ -343,6 +348,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4-lite": ("glm4_moe_lite", {**_DEEPSEEK, "q_lora_rank": 24, "n_shared_experts": 1, "rope_parameters": _PLAIN_ROPE}),
+    "mistral4": (
+        "mistral4",
+        {**_DEEPSEEK, **_GROUPS, "rope_parameters": {**_STRETCHED, "llama_4_scaling_beta": 0.4}},
+    ),
     "lfm2": ("lfm2", {**_LFM2, "conv_bias": True, "tie_embedding": True}),
     "lfm2-short": (
         "lfm2",

@@ -413,6 +413,11 @@ def test_neighbours_are_rotated_together_where_transformers_does_so(model_type: 
     assert held(changed(values_of(model_type), ("rope_interleave", interleaves)), tmp_path) == "equal"
 
 
+@pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_norms_behind_a_rotation_that_lengthens_add_as_much_as_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    assert held(changed(values_of(model_type), ("rope_parameters", YARN), ("rms_norm_eps", 0.1)), tmp_path) == "equal"
+
+
 def test_no_rotated_value_is_lost_by_a_quotient(tmp_path: Path) -> None:
     """In float64, 30 / 44 * 44 is less than 30."""
     sizes = [("n_embd", 88), ("n_head", 2), ("rotary_dim", 30)]

@@ -25,7 +25,7 @@ from tests.helpers.gguf_files import save_gguf
 from tests.helpers.quantised import METHODS, save_quantised
 from tests.helpers.refusals import one_line
 from tests.helpers.resident import resident_generate, weights_by_layer
-from tests.helpers.tiny import save_tiny, tiny_config
+from tests.helpers.tiny import KINDS, save_tiny, tiny_config
 
 PUBLISHED = {  # bytes of a token in 16 bits, in all layers
     "deepseek-ai/DeepSeek-V2-Lite": 27 * 1152,
@@ -85,12 +85,20 @@ def test_a_matrix_of_other_heads_is_refused(tmp_path: Path) -> None:
     assert "kv_b_proj.weight" in said and "no rows of 4 heads" in said
 
 
+LONGER = KINDS["mistral4"][1]["rope_parameters"]
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; greedy and group_limited_greedy"),
         ("deepseek-v2", {"mlp_bias": True}, "mlp_bias is True"),
         ("glm4-lite", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
+        (
+            "mistral4",
+            {"rope_parameters": {**LONGER, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5, but 8 of 32 values are rotated",
+        ),
         ("deepseek-v3", {"n_group": 3}, "n_group is 3 and topk_group 2, from which 2 of 8 experts cannot be chosen"),
         ("deepseek-v3", {"n_group": 8}, "n_group is 8 and topk_group 2"),
         ("deepseek-v3", {"topk_group": 9}, "n_group is 4 and topk_group 9"),
