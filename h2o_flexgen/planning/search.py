@@ -262,11 +262,14 @@ def _cases(problem: SearchProblem) -> Iterator[Case]:
 
 def _case(problem: SearchProblem, spec: ModelSpec, plan: Plan) -> Case:
     block = problem.measured(plan).blocks(plan.gpu_batch_size, plan.num_gpu_batches)[0]
-    policy = plan.policy
-    stays = (
-        () if policy.recall == ALL or policy.keeps_all else ("kv",)
-    )  # what steps choose of few is not brought from elsewhere
-    return Case(spec, plan, block, problem.machine, problem.limits, problem.site, stays)
+    return Case(spec, plan, block, problem.machine, problem.limits, problem.site, _staying(plan))
+
+
+def _staying(plan: Plan) -> tuple[str, ...]:
+    """What has to stay in memory: KV of which a policy keeps a part, where steps choose of that part what they read."""
+    if plan.policy.recall < ALL and not plan.policy.keeps_all:
+        return ("kv",)
+    return ()
 
 
 def _is_on_grid(case: Case) -> bool:

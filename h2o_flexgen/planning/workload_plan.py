@@ -66,10 +66,10 @@ class WorkloadPlan:
         return reduce(Footprint.__or__, each)
 
     def fits(self, limits: MemoryLimits) -> bool:
-        return not self._chooses_of_few and limits.first_exceeded(self.footprint) is None
+        return not self._chooses_of_kept and limits.first_exceeded(self.footprint) is None
 
     @property
-    def _chooses_of_few(self) -> bool:
+    def _chooses_of_kept(self) -> bool:
         """Whether steps choose what they read of KV on disk, under a policy that evicts, which is not done yet."""
         if self.plan.policy.recall == ALL or self.plan.policy.keeps_all:
             return False
@@ -77,7 +77,7 @@ class WorkloadPlan:
         return any(traffic.kv_on_disk(*place) for traffic in traffics for place in traffic.kv)
 
     def refuse_what_does_not_fit(self, limits: MemoryLimits) -> None:
-        if self._chooses_of_few:
+        if self._chooses_of_kept:
             self.plan.refuse_to_recall(f"kv_policy {self.plan.kv_policy!r} and KV on disk", "keep all KV in memory (percent)")
         tier = limits.first_exceeded(self.footprint)
         if tier is None:

@@ -46,8 +46,8 @@ class KVOptions:
         None,
         SHARE,
         "SHARE",
-        "each decode step attends this share of the tokens that are kept, chosen by its own query (1: all); without another "
-        "option of what is kept all are",
+        "each decode step attends this share of the tokens that are kept, chosen by its own query (1: all); if no other "
+        "option says what is kept, all tokens are",
     )
 
     def __post_init__(self) -> None:
