@@ -121,12 +121,16 @@ def runs(pieces: Iterable[FilePiece]) -> list[list[FilePiece]]:
     pieces = list(pieces)
     found: list[list[FilePiece]] = [[piece] for piece in pieces if piece.pages is None]
     run: list[FilePiece] = []
-    for piece in sorted((piece for piece in pieces if piece.pages is not None), key=lambda piece: piece.offset):
+    for piece in sorted((piece for piece in pieces if piece.pages is not None), key=_place_in_files):
         if run and _follows(piece, run[-1]) and piece.pages_end - run[0].pages_start <= CHUNK_BYTES:
             run.append(piece)
         else:
             found.append(run := [piece])
     return found
+
+
+def _place_in_files(piece: FilePiece) -> tuple[str, int]:
+    return str(piece.file), piece.offset
 
 
 def _follows(piece: FilePiece, before: FilePiece) -> bool:

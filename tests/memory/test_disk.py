@@ -242,14 +242,23 @@ def test_neighbours_in_a_file_are_one_read_of_up_to_a_chunk(
     assert all(torch.equal(piece.out, own) for piece, own in zip(pieces, values))
 
 
-def test_ranges_of_two_files_are_no_neighbours(tmp_path: Path, files: DiskFiles) -> None:
-    folders = [tmp_path / name for name in ("one", "other")]
+def in_two_folders(path: Path) -> list[tuple[list[FilePiece], list[torch.Tensor]]]:
+    """Two neighbours in a file of each folder, at the same places."""
+    folders = [path / name for name in ("one", "other")]
     for folder in folders:
         folder.mkdir()
-    (first, _), begins = beside_each_other(folders[0], [9000, 9000], 10, [0])
-    (_, second), ends = beside_each_other(folders[1], [9000, 9000], 10, [0])
+    return [beside_each_other(folder, [9000, 9000], 10, [0]) for folder in folders]
+
+
+def test_ranges_of_two_files_are_no_neighbours(tmp_path: Path, files: DiskFiles) -> None:
+    ((first, _), begins), ((_, second), ends) = in_two_folders(tmp_path)
     files.read([first, second])
     assert torch.equal(first.out, begins[0]) and torch.equal(second.out, ends[1])
+
+
+def test_neighbours_in_each_of_two_files_are_one_read(tmp_path: Path) -> None:
+    (one, _), (other, _) = in_two_folders(tmp_path)
+    assert sorted(map(len, disk.runs([*one, *other]))) == [2, 2]
 
 
 def test_a_run_that_fails_is_told_with_the_piece_that_cannot_be_read(
