@@ -249,8 +249,8 @@ class KVLayout:
     """The KV of one batch in one layer. In memory it is an image of all slots. On disk, slots are padded so that any range can
     be read and written directly; after them is a journal of slots that changed one by one.
 
-    Where decode steps choose the tokens that they read, rows lie apart on disk, and each has its tokens in *units* of whole
-    pages: as many tokens as a page has room for, or one. A token has its keys of all heads, and behind them its values."""
+    Where decode steps choose the tokens that they read, rows lie apart on disk, and each has its tokens in *page groups*: as
+    many tokens as a page has room for, or one in several. A token has its keys of all heads, and behind them its values."""
 
     rows: int
     heads: int
@@ -293,17 +293,17 @@ class KVLayout:
         return self.rows * self.disk_row_bytes if self.apart else self.journal_start(self.journal)
 
     @property
-    def unit_tokens(self) -> int:
+    def page_group_tokens(self) -> int:
         return max(1, ALIGNMENT // self.row_bytes)
 
     @property
-    def unit_bytes(self) -> int:
-        return aligned(self.unit_tokens * self.row_bytes)
+    def page_group_bytes(self) -> int:
+        return aligned(self.page_group_tokens * self.row_bytes)
 
     @property
     def disk_row_bytes(self) -> int:
         """Bytes of a row that lies apart."""
-        return -(-self.slots // self.unit_tokens) * self.unit_bytes
+        return -(-self.slots // self.page_group_tokens) * self.page_group_bytes
 
     def journal_start(self, entry: int) -> int:
         return (self.slots + entry) * self.padded_slot_bytes
@@ -314,18 +314,18 @@ class KVLayout:
         return max(1, CHUNK_BYTES // self.padded_slot_bytes)
 
     @property
-    def units_at_once(self) -> int:
-        """The number of units of a row that lies apart, alike."""
-        return max(1, CHUNK_BYTES // self.unit_bytes)
+    def page_groups_at_once(self) -> int:
+        """The number of page groups of a row that lies apart, alike."""
+        return max(1, CHUNK_BYTES // self.page_group_bytes)
 
     def of_rows(self, rows: int) -> KVLayout:
         """The layout of only this many rows: those that are left, or those of a part."""
         return replace(self, rows=rows)
 
 
-def gather_buffer_bytes(unit_bytes: int) -> int:
-    """The buffer of a thread that reads single tokens: whole units, one at least."""
-    return max(unit_bytes, GATHERED_BYTES // unit_bytes * unit_bytes)
+def gather_buffer_bytes(page_group_bytes: int) -> int:
+    """The buffer of a thread that reads single tokens: whole page groups, one at least."""
+    return max(page_group_bytes, GATHERED_BYTES // page_group_bytes * page_group_bytes)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-/* Tokens that lie apart in a file, read to their places in an image of slots. They lie in units of whole pages; in a unit, a token has
-   its values of all sets and heads side by side. Several threads of the caller take units from one list, each with a buffer of its
-   own, so that a disk has many small reads under way. Units that lie side by side are read at once. */
+/* Tokens that lie apart in a file, read to their places in an image of slots. They lie in page groups; in one, a token has its
+   values of all sets and heads side by side. Several threads of the caller take page groups from one list, each with a buffer of its
+   own, so that a disk has many small reads under way. Page groups that lie side by side are read at once. */
 
 #include <errno.h>
 #include <unistd.h>
@@ -8,13 +8,13 @@
 #include "kernel.h"
 
 typedef struct {
-    const int64_t *units; /* (count, 3): a row of the image, where that row begins in the file, and the number of a unit in it */
-    const int64_t *held;  /* (rows): the tokens that a row has in the file */
-    int64_t *progress;    /* the first unit that no thread has taken; what the system says of a read that failed, or ENDED */
-    char *buffer;         /* of this thread, aligned as the file wants it */
+    const int64_t *groups; /* (count, 3): a row of the image, where it begins in the file, and the number of a page group in it */
+    const int64_t *held;   /* (rows): the tokens that a row has in the file */
+    int64_t *progress;     /* the first page group that no thread has taken; what the system says of a read that failed, or ENDED */
+    char *buffer;          /* of this thread, aligned as the file wants it */
     char *image;
-    long count, at_once; /* units: all, and those for which the buffer has room */
-    long unit_bytes, unit_tokens;
+    long count, at_once; /* page groups: all, and those for which the buffer has room */
+    long group_bytes, group_tokens;
     long sets, heads, width;     /* bytes of a value of a head */
     long set, row, head, slot;   /* bytes from one to the next in the image */
     long alignment, file;
@@ -39,22 +39,22 @@ static int read_whole(const record_reads *r, int64_t from, long nbytes)
     return 0;
 }
 
-static void place_unit(const record_reads *r, const int64_t *unit, const char *from)
+static void place_group(const record_reads *r, const int64_t *group, const char *from)
 {
-    const long first = unit[2] * r->unit_tokens;
-    for (long token = 0; token < r->unit_tokens && first + token < r->held[unit[0]]; token++)
+    const long first = group[2] * r->group_tokens;
+    for (long token = 0; token < r->group_tokens && first + token < r->held[group[0]]; token++)
         for (long set = 0; set < r->sets; set++) {
-            char *to = r->image + set * r->set + unit[0] * r->row + (first + token) * r->slot;
+            char *to = r->image + set * r->set + group[0] * r->row + (first + token) * r->slot;
             for (long head = 0; head < r->heads; head++, from += r->width)
                 memcpy(to + head * r->head, from, r->width);
         }
 }
 
-/* Units from this one on that lie side by side, in the part of the list that is taken. */
+/* Page groups from this one on that lie side by side, in the part of the list that is taken. */
 static long side_by_side(const record_reads *r, long at, long end)
 {
     long next = at + 1;
-    while (next < end && r->units[3 * next] == r->units[3 * at] && r->units[3 * next + 2] == r->units[3 * next - 1] + 1)
+    while (next < end && r->groups[3 * next] == r->groups[3 * at] && r->groups[3 * next + 2] == r->groups[3 * next - 1] + 1)
         next++;
     return next - at;
 }
@@ -69,15 +69,15 @@ void read_records(const void *given, int threads)
             return;
         const long end = start + r->at_once < r->count ? start + r->at_once : r->count;
         for (long at = start, together; at < end; at += together) {
-            const int64_t *unit = r->units + 3 * at;
+            const int64_t *group = r->groups + 3 * at;
             together = side_by_side(r, at, end);
-            const int failed = read_whole(r, unit[1] + unit[2] * r->unit_bytes, together * r->unit_bytes);
+            const int failed = read_whole(r, group[1] + group[2] * r->group_bytes, together * r->group_bytes);
             if (failed) {
                 __atomic_store_n(&r->progress[1], failed, __ATOMIC_RELAXED);
                 return;
             }
             for (long one = 0; one < together; one++)
-                place_unit(r, unit + 3 * one, r->buffer + one * r->unit_bytes);
+                place_group(r, group + 3 * one, r->buffer + one * r->group_bytes);
         }
     }
 }

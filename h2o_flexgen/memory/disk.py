@@ -188,9 +188,10 @@ class DiskFiles:
     def gather(self, wanted: RecordReads) -> None:
         """Reads tokens that lie apart in a file to their places."""
         assert self._gatherers is not None
-        buffers = gather_buffer_bytes(wanted.unit_bytes)
-        workers = min(GATHERERS, -(-len(wanted.units) * wanted.unit_bytes // buffers))
-        work = SharedWork(lambda _: read_records(wanted, self._gather_buffer(buffers)), range(workers))
+        count, room = len(wanted.groups), gather_buffer_bytes(wanted.group_bytes)
+        at_once = min(room // wanted.group_bytes, max(1, -(-count // GATHERERS)))  # of few, each thread has its part
+        workers, used = min(GATHERERS, -(-count // at_once)), at_once * wanted.group_bytes
+        work = SharedWork(lambda _: read_records(wanted, self._gather_buffer(room)[:used]), range(workers))
         for _ in range(workers):
             self._gatherers.submit(work.do)
         if workers:
@@ -388,12 +389,12 @@ class DiskRegion:
 
 
 class TokensOnDisk(NamedTuple):
-    """Single tokens of rows that lie apart in a region, by the units that have them."""
+    """Single tokens of rows that lie apart in a region, by the page groups that have them."""
 
-    units: numpy.ndarray  # (count, 3), int64: a row, where it begins in the region, and the number of a unit in it
+    groups: numpy.ndarray  # (count, 3), int64: a row, where it begins in the region, and the number of a page group in it
     held: numpy.ndarray  # (rows,), int64: the tokens that each row has there
-    unit_bytes: int
-    unit_tokens: int
+    group_bytes: int
+    group_tokens: int
 
 
 class DiskTier:
@@ -449,10 +450,10 @@ class DiskTier:
     def gather(self, region: DiskRegion, wanted: TokensOnDisk, image: numpy.ndarray) -> None:
         """Reads single tokens of a region to their places in an image (sets, rows, heads, slots, width)."""
         assert self._descriptor is not None
-        units = wanted.units.copy()
-        units[:, 1] += region.offset
-        progress, sizes = numpy.zeros(2, numpy.int64), (wanted.unit_bytes, wanted.unit_tokens)
-        self.files.gather(RecordReads(self._descriptor, ALIGNMENT, units, wanted.held, *sizes, image, progress))
+        groups = wanted.groups.copy()
+        groups[:, 1] += region.offset
+        progress, sizes = numpy.zeros(2, numpy.int64), (wanted.group_bytes, wanted.group_tokens)
+        self.files.gather(RecordReads(self._descriptor, ALIGNMENT, groups, wanted.held, *sizes, image, progress))
         if failed := int(progress[1]):
             what = "ended too early" if failed == ENDED else os.strerror(failed)
             raise OSError(

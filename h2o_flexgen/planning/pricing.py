@@ -138,9 +138,9 @@ class Pricing:
         at, row_bytes = self.cost.by_level(task)[0], self.spec.at(task.layer).kv_bytes_per_slot
         layout = self.planned.kv.layouts(task.layer, task.batch)[at.level]
         assert layout is not None, "its heads are at this level"
-        reads = nbytes / row_bytes / layout.unit_tokens
+        reads = nbytes / row_bytes / layout.page_group_tokens
         rate = min(machine.bandwidth(READ), machine.kv_read_per_s)
-        return max(reads * layout.unit_bytes / rate, reads / SMALL_READS_PER_S) + machine.task_seconds
+        return max(reads * layout.page_group_bytes / rate, reads / SMALL_READS_PER_S) + machine.task_seconds
 
     def _choosing(self, task: Task | Key) -> float:
         """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE makes again. The comparison with

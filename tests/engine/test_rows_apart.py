@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,11 +18,12 @@ from h2o_flexgen.core.buffer_layout import ALIGNMENT, GATHERERS, KVLayout
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.engine.stores.rows_apart import RowsApart
-from h2o_flexgen.kernels import read_records
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.raw_memory import numpy_of
+from h2o_flexgen.kernels.read_records import RecordReads
 from h2o_flexgen.kv.key_index import ChosenSlots
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.memory import disk as memory_disk
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.kv_options import KVOptions
@@ -30,7 +32,7 @@ from tests.kernels.variants import used
 
 ROWS, HEADS, SLOTS, SHARE, STEP = 3, 2, 83, 0.5, 4
 LENGTHS = (70, 24, 51)
-WIDTHS = (3, 12, 256, 600)  # values of a head: 4096 bytes hold many tokens, one that fills it, and none
+WIDTHS = (3, 12, 128, 256, 600)  # values of a head: 4096 bytes hold many tokens, two, one that fills it, and none
 UNSEEN = -1.0
 
 
@@ -82,18 +84,18 @@ def test_chosen_tokens_come_to_their_places(width: int, build: str, disk: DiskTi
     assert choice.slots is not None
     with used(build):
         brought = apart.bring(numpy_of(image, writes=True), choice, SHARE)
-    tokens = 0
+    tokens = left = 0
     for row, count in enumerate(now.slots.counts):
         wanted = sorted({*choice.slots[row].flatten().tolist()} & {*range(count)})
         assert torch.equal(image[:, row, :, wanted], every[:, row, :, wanted])
         assert torch.equal(image[:, row, :, count:], torch.full_like(image[:, row, :, count:], UNSEEN)), "not on disk yet"
-        units = {token // layout.unit_tokens for token in wanted}
-        beside = [token for token in range(count) if token // layout.unit_tokens not in units]
+        groups = {token // layout.page_group_tokens for token in wanted}
+        beside = [token for token in range(count) if token // layout.page_group_tokens not in groups]
         assert torch.equal(image[:, row, :, beside], torch.full_like(image[:, row, :, beside], UNSEEN)), "not asked for"
-        tokens += len(wanted)
+        tokens, left = tokens + len(wanted), left + len(beside)
     most = sum(most_brought(SHARE, count + 1, HEADS) for count in now.slots.counts)
     assert brought == (tokens * layout.row_bytes, (most - tokens) * layout.row_bytes) and most > tokens
-    assert len(beside) > 0 or layout.unit_tokens > 1
+    assert left > 0 or layout.page_group_tokens > 2, "tokens that nothing asks for"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -129,15 +131,26 @@ def test_a_read_that_fails_is_an_error(disk: DiskTier) -> None:
     for build in ("torch", *variants()[:1]):
         with used(build), pytest.raises(OSError, match="ended too early where single tokens were to be read"):
             apart.bring(numpy_of(image, writes=True), choice_of(now, 0), SHARE)
+    with closing(open(os.devnull, "wb")) as closed, patch.object(disk, "_descriptor", closed.fileno()):
+        for build in ("torch", *variants()[:1]):
+            with used(build), pytest.raises(OSError, match="Bad file descriptor where single tokens were to be read"):
+                apart.bring(numpy_of(image, writes=True), choice_of(now, 0), SHARE)
 
 
-def test_many_reads_are_under_way_at_once(disk: DiskTier) -> None:
-    """Each of the threads takes units from one list."""
-    layout = KVLayout(ROWS, HEADS, 3000, 0, ALIGNMENT, apart=True)
-    apart = opened(disk, layout)
-    chosen = np.zeros((ROWS, HEADS, 1500), np.int64)
-    chosen[:] = np.arange(0, 3000, 2)
-    with patch.object(read_records, "run") as run:
-        now, image = step_of((2990, 2990, 2990)), torch.zeros(2, ROWS, HEADS, 3000, 256)
+@pytest.mark.parametrize(
+    ("tokens", "threads", "at_once"), [(1500, GATHERERS, 16), (68, 23, 3), (GATHERERS, GATHERERS, 1), (20, 20, 1), (1, 1, 1)]
+)
+def test_many_reads_are_under_way_at_once(tokens: int, threads: int, at_once: int, disk: DiskTier) -> None:
+    """Each of the threads takes its part from one list, of few tokens one. All are in the middle of it at the same time."""
+    layout = KVLayout(1, HEADS, 3000, 0, ALIGNMENT, apart=True)
+    apart, now, image = opened(disk, layout), step_of((2990,)), torch.zeros(2, 1, HEADS, 3000, 256)
+    chosen = np.tile(np.arange(0, 2 * tokens, 2), (1, HEADS, 1))
+    meeting, sizes = threading.Barrier(threads), list[int]()
+
+    def noted(wanted: RecordReads, buffer: Tensor) -> None:
+        sizes.append(len(buffer) // wanted.group_bytes)
+        meeting.wait(timeout=30)
+
+    with patch.object(memory_disk, "read_records", noted):
         apart.bring(numpy_of(image, writes=True), ChosenSlots(now, torch.from_numpy(chosen)), SHARE)
-    assert run.call_count == GATHERERS or not variants()
+    assert sizes == [at_once] * threads

@@ -1,9 +1,9 @@
 """RowsApart: the KV of one (layer, batch) on disk where decode steps choose the tokens that they read.
 
-Rows lie apart there, each token with the values of all its heads side by side, in units of whole pages (`KVLayout`). Rows keep
-their places on disk for as long as they live: those that move up in memory take the number of their place along. A unit is read
-and written whole. The newest tokens of a row are among those that every step reads, so the unit that the next token belongs to
-is in memory when it is written.
+Rows lie apart there, each token with the values of all its heads side by side, in page groups (`KVLayout`). Rows keep their
+places on disk for as long as they live: those that move up in memory take the number of their place along. A page group is read
+and written whole. The newest tokens of a row are among those that every step reads, so the page group that the next token
+belongs to is in memory when it is written.
 """
 
 from __future__ import annotations
@@ -48,58 +48,58 @@ class RowsApart:
 
     def write(self, image: numpy.ndarray, changed: Sequence[RowRange]) -> int:
         """Writes ranges of an image (sets, rows, heads, slots, width)."""
-        self._disk.files.each(lambda cut: self._write_units(image, cut), [*self._cuts(changed)])
+        self._disk.files.each(lambda cut: self._write_groups(image, cut), [*self._cuts(changed)])
         return self._nbytes(changed)
 
     def read(self, image: numpy.ndarray, wanted: Sequence[RowRange]) -> int:
         """Reads ranges that begin with a row's first token."""
-        self._disk.files.each(lambda cut: self._read_units(image, cut), [*self._cuts(wanted)])
+        self._disk.files.each(lambda cut: self._read_groups(image, cut), [*self._cuts(wanted)])
         return self._nbytes(wanted)
 
     def _nbytes(self, ranges: Sequence[RowRange]) -> int:
         return sum(end - first for _, first, end in ranges) * self._layout.row_bytes
 
     def _cuts(self, ranges: Sequence[RowRange]) -> Iterator[RowRange]:
-        """The parts, to whole units, that a disk thread takes at a time."""
-        at_once = self._layout.unit_tokens * self._layout.units_at_once
+        """The parts, to whole page groups, that a disk thread takes at a time."""
+        at_once = self._layout.page_group_tokens * self._layout.page_groups_at_once
         for row, first, end in ranges:
-            start = first // self._layout.unit_tokens * self._layout.unit_tokens
+            start = first // self._layout.page_group_tokens * self._layout.page_group_tokens
             yield from (RowRange(row, at, min(at + at_once, end)) for at in range(start, end, at_once))
 
-    def _write_units(self, image: numpy.ndarray, cut: RowRange) -> None:
-        start, units = self._place_of(cut)
-        scratch = self._disk.scratch(units * self._layout.unit_bytes)
+    def _write_groups(self, image: numpy.ndarray, cut: RowRange) -> None:
+        start, groups = self._place_of(cut)
+        scratch = self._disk.scratch(groups * self._layout.page_group_bytes)
         for there, own in self._tokens_of(numpy_of(scratch, writes=True), image, cut):
             numpy.copyto(there, own)
         self._disk.write_from(self._home, start, scratch)
 
-    def _read_units(self, image: numpy.ndarray, cut: RowRange) -> None:
-        start, units = self._place_of(cut)
-        scratch = self._disk.scratch(units * self._layout.unit_bytes)
+    def _read_groups(self, image: numpy.ndarray, cut: RowRange) -> None:
+        start, groups = self._place_of(cut)
+        scratch = self._disk.scratch(groups * self._layout.page_group_bytes)
         self._disk.read_into(self._home, start, scratch)
         for there, own in self._tokens_of(numpy_of(scratch), image, cut):
             numpy.copyto(own, there)
 
     def _place_of(self, cut: RowRange) -> tuple[int, int]:
-        """The place of a part on disk, and the number of its units."""
+        """The place of a part on disk, and the number of its page groups."""
         layout = self._layout
-        first, units = cut.first // layout.unit_tokens, -(-(cut.end - cut.first) // layout.unit_tokens)
-        return self._places[cut.row] * layout.disk_row_bytes + first * layout.unit_bytes, units
+        first, groups = cut.first // layout.page_group_tokens, -(-(cut.end - cut.first) // layout.page_group_tokens)
+        return self._places[cut.row] * layout.disk_row_bytes + first * layout.page_group_bytes, groups
 
     def _tokens_of(self, raw: numpy.ndarray, image: numpy.ndarray, cut: RowRange) -> Iterator[Pair]:
-        """The tokens of a part, as they lie in its units and in the image: those of units that are full, and the others."""
+        """The tokens of a part, as they lie on disk and in the image: those of page groups that are full, and the others."""
         layout, (sets, _, heads, _, width) = self._layout, image.shape
-        full, rest = divmod(cut.end - cut.first, layout.unit_tokens)
-        values = raw.view(image.dtype).reshape(-1, layout.unit_bytes // image.itemsize)
-        used = values[:, : layout.unit_tokens * sets * heads * width]
-        units = used.reshape(len(used), layout.unit_tokens, sets, heads, width)
-        own, middle = image[:, cut.row, :, cut.first : cut.end], full * layout.unit_tokens
+        full, rest = divmod(cut.end - cut.first, layout.page_group_tokens)
+        values = raw.view(image.dtype).reshape(-1, layout.page_group_bytes // image.itemsize)
+        used = values[:, : layout.page_group_tokens * sets * heads * width]
+        groups = used.reshape(len(used), layout.page_group_tokens, sets, heads, width)
+        own, middle = image[:, cut.row, :, cut.first : cut.end], full * layout.page_group_tokens
         if full:
-            parted = own[:, :, :middle].reshape(sets, heads, full, layout.unit_tokens, width)
-            assert numpy.may_share_memory(parted, own) and numpy.may_share_memory(units, raw), "these are views"
-            yield units[:full].transpose(2, 3, 0, 1, 4), parted
+            parted = own[:, :, :middle].reshape(sets, heads, full, layout.page_group_tokens, width)
+            assert numpy.may_share_memory(parted, own) and numpy.may_share_memory(groups, raw), "these are views"
+            yield groups[:full].transpose(2, 3, 0, 1, 4), parted
         if rest:
-            yield units[full, :rest].transpose(1, 2, 0, 3), own[:, :, middle:]
+            yield groups[full, :rest].transpose(1, 2, 0, 3), own[:, :, middle:]
 
     # -- single tokens -------------------------------------------------------------------------------------------------
 
@@ -115,14 +115,14 @@ class RowsApart:
         return Brought(brought, most - brought)
 
     def _on_disk(self, wanted: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
-        """The units that have wanted tokens (rows, slots)."""
+        """The page groups that have wanted tokens (rows, slots)."""
         layout, (rows, slots) = self._layout, wanted.shape
-        filled = numpy.zeros((rows, -(-slots // layout.unit_tokens) * layout.unit_tokens), bool)
+        filled = numpy.zeros((rows, -(-slots // layout.page_group_tokens) * layout.page_group_tokens), bool)
         filled[:, :slots] = wanted
-        of_row, unit = filled.reshape(rows, -1, layout.unit_tokens).any(-1).nonzero()
+        of_row, group = filled.reshape(rows, -1, layout.page_group_tokens).any(-1).nonzero()
         begins = numpy.array(self._places[:rows], numpy.int64) * layout.disk_row_bytes
-        units = numpy.stack((of_row, begins[of_row], unit), axis=1).astype(numpy.int64)
-        return TokensOnDisk(units, numpy.array(counts, numpy.int64), layout.unit_bytes, layout.unit_tokens)
+        groups = numpy.stack((of_row, begins[of_row], group), axis=1).astype(numpy.int64)
+        return TokensOnDisk(groups, numpy.array(counts, numpy.int64), layout.page_group_bytes, layout.page_group_tokens)
 
 
 def _wanted(chosen: numpy.ndarray, counts: Sequence[int], slots: int) -> numpy.ndarray:
