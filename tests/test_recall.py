@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
-from h2o_flexgen.core.buffer_layout import region_bytes
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, region_bytes
 from h2o_flexgen.core.site import DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import RowRange
@@ -26,6 +26,7 @@ from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
@@ -40,7 +41,7 @@ from tests.helpers import tiny
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.kernels.variants import used
-from tests.planning.test_cost import assert_moved_as_predicted
+from tests.planning.test_cost import assert_moved_as_predicted, cost_of
 from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
 from tests.test_shared_prefixes import hold_contract as hold_contract_of_prefixes
 
@@ -180,7 +181,34 @@ def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Check
     of_all = Pricing(full.blocks.first, machine)
     read = Key(Op.READ_KV, 1, layer, 0)
     assert 0 < priced.seconds(Key(Op.CHOOSE, 1, layer, 0)) < priced.seconds(Key(Op.COMPUTE, 1, layer, 0))
-    assert priced.cost.brought_bytes(read) < priced.cost.nbytes(read) < of_all.cost.nbytes(read)
+    assert priced.cost.nbytes(read) < of_all.cost.nbytes(read)
+
+
+@pytest.mark.parametrize("case", [LONG, replace(LONG, gpu_batch_size=1, dtype="bfloat16", prefill_tokens=32)])
+def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    """Of a prompt, part of a page group more for each row; of what steps choose, what is usual."""
+    moved = dict.fromkeys(("write", "read"), 0)
+    written, gathered = DiskTier.write_from, DiskTier.gather
+
+    def write(tier: DiskTier, region: DiskRegion, start: int, source: torch.Tensor) -> None:
+        moved["write"] += source.nbytes
+        written(tier, region, start, source)
+
+    def gather(tier: DiskTier, region: DiskRegion, wanted: TokensOnDisk, image: np.ndarray) -> None:
+        moved["read"] += len(wanted.groups) * wanted.group_bytes
+        gathered(tier, region, wanted, image)
+
+    watched = patch.object(DiskTier, "write_from", write), patch.object(DiskTier, "gather", gather)
+    with watched[0], watched[1], case.open(checkpoints, offload) as llm:
+        generate_with(llm, case)
+        costs = [cost_of(llm, block) for block in Workload(case.lengths, case.gen_len).blocks(case.gpu_batch_size, 2)]
+    priced = {
+        lane: sum(cost.moved_apart(task).nbytes for cost in costs for task in cost.schedule.tasks() if task.op is op)
+        for lane, op in (("write", Op.WRITE_KV), ("read", Op.READ_KV))
+    }
+    more = len(case.lengths) * len(costs[0].spec.kv_layers) * ALIGNMENT
+    assert moved["write"] <= priced["write"] <= moved["write"] + more
+    assert moved["read"] * 0.8 < priced["read"] < moved["read"] * 1.25
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.seating import Seating
-from h2o_flexgen.policies.recall import ALL, attended, index_bytes, most_brought, usually_brought
+from h2o_flexgen.policies.recall import ALL, attended, index_bytes, most_brought, page_groups_brought
 from h2o_flexgen.schedule.ops import LANES, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -37,6 +37,13 @@ class ReadSlots(NamedTuple):
 
     attended: float  # slots of which it reads keys and values
     indexed: float = 0.0  # slots of which it reads the index, to choose them
+
+
+class MovedApart(NamedTuple):
+    """What a visit moves of KV that lies row by row on disk, in page groups, which are read and written whole."""
+
+    nbytes: float
+    pieces: float  # those that the disk is asked for one by one
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Cost:
         if op.data is Data.KV:
             if op is Op.ATTEND:
                 return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
-            if op.chooses or self._lies_apart(task):
+            if op.chooses or self.lies_apart(task):
                 return 0 if op.chooses else self._bytes_apart(task)
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
                 return self._whole_row_bytes(task)
@@ -128,7 +135,7 @@ class Cost:
             return self._state_rows(task) * self.planned.states[task.layer, task.batch].row_bytes
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
-    def _lies_apart(self, task: Task | Key) -> bool:
+    def lies_apart(self, task: Task | Key) -> bool:
         """Whether KV is moved from disk or to it row by row, as steps ask for single tokens."""
         traffic = self.schedule.traffic
         return task.layer in traffic.choosing and traffic.kv_on_disk(task.layer, task.batch)
@@ -143,11 +150,19 @@ class Cost:
         share = self.planned.levels[at.level].policy.recall
         return sum(most_brought(share, count + 1, at.heads) for count in at.one.counts) * row_bytes
 
-    def brought_bytes(self, task: Task | Key) -> float:
-        """The bytes that a visit is expected to bring of what it chooses."""
-        (at,), row_bytes = self.by_level(task), self.spec.at(task.layer).kv_bytes_per_slot
-        share = self.planned.levels[at.level].policy.recall
-        return sum(usually_brought(share, count + 1, at.heads) for count in at.one.counts) * row_bytes
+    def moved_apart(self, task: Task | Key) -> MovedApart:
+        """What a visit is expected to move of KV that lies apart."""
+        (at,) = self.by_level(task)
+        layout = self.planned.kv.layouts(task.layer, task.batch)[at.level]
+        assert layout is not None, "its heads are at this level"
+        of_group, share = layout.page_group_tokens, self.planned.levels[at.level].policy.recall
+        if task.op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4])):
+            groups = sum(page_groups_brought(share, count + 1, at.heads, of_group) for count in at.one.counts)
+            return MovedApart(groups * layout.page_group_bytes, groups)
+        tokens = at.one.grown if task.op.stores else at.one.read
+        rows = min(tokens, at.one.rows + at.one.joining)
+        groups = rows + (tokens - rows) / of_group  # each row has one at least, and its further tokens fill theirs
+        return MovedApart(groups * layout.page_group_bytes, max(rows, groups / layout.page_groups_at_once))
 
     def _state_rows(self, task: Task | Key) -> int:
         """Rows of which the states are brought, which are those of the step before, or brought home."""
@@ -182,7 +197,7 @@ class Cost:
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
-        if task.op.data is not Data.KV or not task.op.uses_disk or self._lies_apart(task):
+        if task.op.data is not Data.KV or not task.op.uses_disk or self.lies_apart(task):
             return self.nbytes(task)
         fetches, of_head = task.op.fetches, self.spec.at(task.layer).kv_bytes_per_head
         return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))

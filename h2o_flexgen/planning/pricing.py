@@ -47,7 +47,9 @@ from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 
 STATE_FLOPS = 8.0  # for each value of a matrix of states that a token passes: it fades, is read, added to, and read again
-SMALL_READS_PER_S = 92_000  # of a few kB, with many under way, as a disk in a cloud did them (docs/log/eviction.md)
+# of a few kB, as a disk in a cloud did them (docs/log/eviction.md)
+CHOSEN_READS_PER_S = 92_000  # with many under way, from C
+SMALL_RANGES_PER_S = 50_000  # as disk threads write them, from Python
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 
@@ -84,8 +86,8 @@ class Pricing:
             return self._attending(task)
         if task.op is Op.CHOOSE:
             return self._choosing(task)
-        if task.op is Op.READ_KV and self.schedule.traffic.chooses(Visit(*task[1:4])):
-            return self._bringing(task)
+        if task.op.data is Data.KV and task.op.uses_disk and self.cost.lies_apart(task):
+            return self._moving_apart(task)
         return self._moving(task) if task.op is not Op.COMPUTE else sum(self.compute_parts(task).values())
 
     @cached_property
@@ -132,15 +134,13 @@ class Pricing:
             seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # in the same task
         return seconds
 
-    def _bringing(self, task: Task | Key) -> float:
-        """Seconds of reading the tokens that a visit chooses, one by one."""
-        nbytes, machine = self.cost.brought_bytes(task), self.machine
-        at, row_bytes = self.cost.by_level(task)[0], self.spec.at(task.layer).kv_bytes_per_slot
-        layout = self.planned.kv.layouts(task.layer, task.batch)[at.level]
-        assert layout is not None, "its heads are at this level"
-        reads = nbytes / row_bytes / layout.page_group_tokens
-        rate = min(machine.bandwidth(READ), machine.kv_read_per_s)
-        return max(reads * layout.page_group_bytes / rate, reads / SMALL_READS_PER_S) + machine.task_seconds
+    def _moving_apart(self, task: Task | Key) -> float:
+        """Seconds of KV that lies row by row on disk: tokens that a visit chooses, one by one, or ranges of rows."""
+        moved, op, machine = self.cost.moved_apart(task), task.op, self.machine
+        rate = min(machine.bandwidth(op.lane), machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
+        chosen = op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4]))
+        pieces_per_s = CHOSEN_READS_PER_S if chosen else SMALL_RANGES_PER_S
+        return max(moved.nbytes / rate, moved.pieces / pieces_per_s) + machine.task_seconds
 
     def _choosing(self, task: Task | Key) -> float:
         """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE makes again. The comparison with

@@ -41,6 +41,17 @@ def usually_brought(share: float, held: int, heads: int) -> float:
     return float(min(most_brought(share, held, heads), chosen - 1 + more))
 
 
+def page_groups_brought(share: float, held: int, heads: int, tokens: int) -> float:
+    """The page groups of so many tokens that a step is expected to bring: one comes whole if any of its tokens is chosen. The
+    first and the newest tokens lie side by side. What is chosen of the others is taken to lie anywhere."""
+    on_disk, always, groups = held - 1, FIRST + RECENT - 1, ceil((held - 1) / tokens)
+    if on_disk <= always:
+        return groups
+    chosen = (usually_brought(share, held, heads) - always) / (on_disk - always)
+    at_ends = min(groups, ceil(FIRST / tokens) + (RECENT - 1 + tokens - 1) / tokens)  # the newest begin anywhere in one
+    return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
+
+
 def index_bytes(share: float, spec: ModelSpec, apart: bool = False) -> int:
     """Bytes of the index for one slot of a KV head. Keys that are stored in its format are their own index, but where they lie
     on disk, it is `apart`: a copy of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost, by_lane
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.recall import FIRST, RECENT, page_groups_brought, usually_brought
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task
@@ -182,3 +184,25 @@ def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: 
         moved[task.op] += cost.nbytes(task)  # type: ignore[assignment]
     assert +cost.op_bytes() == {op: round(nbytes) for op, nbytes in moved.items() if nbytes}
     assert cost.op_bytes() == cost.op_bytes_until(lambda task: False)
+
+
+# -- tokens that steps choose ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "heads"), [(0.1, 8), (0.2, 1), (0.02, 4), (0.5, 4)])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 30])
+def test_page_groups_that_come_are_those_with_any_chosen_token(tokens: int, share: float, heads: int) -> None:
+    """Counted for tokens that are drawn."""
+    held, random, found = 2001, Random(1), list[int]()
+    others = round(usually_brought(share, held, heads)) - (FIRST + RECENT - 1)
+    for _ in range(20):
+        chosen = [*range(FIRST), *random.sample(range(FIRST, held - RECENT), others), *range(held - RECENT, held - 1)]
+        found.append(len({token // tokens for token in chosen}))
+    assert page_groups_brought(share, held, heads, tokens) == pytest.approx(sum(found) / len(found), rel=0.02, abs=0.5)
+
+
+def test_one_page_group_comes_at_least_and_all_at_most() -> None:
+    assert page_groups_brought(0.1, 1, 2, 8) == 0
+    assert page_groups_brought(0.1, 6, 2, 8) == 1
+    assert page_groups_brought(0.1, 40, 2, 80) == 1
+    assert page_groups_brought(0.9, 401, 8, 4) == pytest.approx(100, rel=1e-3)
