@@ -190,16 +190,16 @@ def opened(kind: str) -> Callable[[Plan], ModelSpec]:
 
 
 def test_the_host_is_not_asked_where_it_cannot_attend() -> None:
-    """Attention with a gate cannot be cut."""
+    """Attention beside a scan cannot be cut."""
     need, both = PlanNeed(Workload.uniform(8, 20, 10)), PlanRequirements(Plan(), batch_sizes=(2,), batches=(1,))
     told = PlanRequirements(Plan(attend_on=HOST), attend_on=(HOST,))
-    gated, cut = (PlanSubject(opened(kind), MemoryLimits(), Site(True)) for kind in ("qwen3-5", "llama-gqa"))
-    asked = both.problem(on(SLOW, True), gated, need)
+    whole, cut = (PlanSubject(opened(kind), MemoryLimits(), Site(True)) for kind in ("falcon-h1", "llama-gqa"))
+    asked = both.problem(on(SLOW, True), whole, need)
     assert asked.attend_on == (DEVICE,) and search(asked).best.plan.attend_on == DEVICE
     assert both.problem(on(SLOW, True), cut, need).attend_on == (DEVICE, HOST)
     assert told.problem(on(SLOW, True), cut, need).attend_on == (HOST,)
-    with pytest.raises(ValueError, match="has a gate"):
-        told.problem(on(SLOW, True), gated, need)
+    with pytest.raises(ValueError, match="stands beside a scan"):
+        told.problem(on(SLOW, True), whole, need)
 
 
 def test_shares_of_states_are_searched_beside_though_blocks_have_none() -> None:
