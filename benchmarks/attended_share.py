@@ -48,16 +48,17 @@ class Layers:
 
     def __init__(self, images: Sequence[Tensor], coding: Coding, share: float) -> None:
         shape, self.share = images[0].shape[1:4], share
+        policy = Full(KVOptions(kv_recall=share))
         rows, _, slots = shape
         width = Coding(BY_BITS[4], coding.dtype, DIM).width
         self._caches = []
         for image in images:
             region = torch.empty(prod(shape) * width, dtype=torch.uint8) if coding.is_plain else None
-            index = None if share == ALL else KeyIndex.over(region, share, coding, tuple(shape))
+            index = None if share == ALL else KeyIndex.over(region, policy, coding, tuple(shape))
             if index is not None:
                 index.note(image[0], 0, slots - 1)
             self._caches.append(KVCache(image, None, coding, index=index))
-        occupancy = Full(KVOptions(kv_recall=share)).occupancy(Batch(tuple(range(rows)), (slots - 1,) * rows), 2)
+        occupancy = policy.occupancy(Batch(tuple(range(rows)), (slots - 1,) * rows), 2)
         self._now = KVStep.of(occupancy.at(1), slots, torch.device("cpu"))
         heads = (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)
         self._tokens = NewTokens(*(torch.randn(rows, 1, count, DIM).to(coding.dtype) for count in heads))

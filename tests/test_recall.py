@@ -32,6 +32,7 @@ from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.schedule.check import ScheduleError, check
 from h2o_flexgen.schedule.ops import Key, Op
 from h2o_flexgen.schedule.traffic import Traffic
@@ -52,6 +53,7 @@ USUAL = Case("llama-gqa", lengths=LENGTHS, gen_len=5, policy=HALF)
 ON_DISK, ALL_ON_DISK, MIXED = (100, 0, 0, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 40, 50, 0, 0, 50)
 # texts of several units of whole pages, of which a step leaves some on disk
 LONG = replace(USUAL, lengths=(118, 60, 90, 101), gen_len=6, policy=(("kv_recall", 0.18),), percent=ON_DISK)
+ALIKE = (("kv_recall", 0.3), ("kv_recall_together", True))
 FROM_DISK = (
     LONG,
     replace(LONG, percent=ALL_ON_DISK, gpu_batch_size=1, num_gpu_batches=4, sep_layer=False),
@@ -60,6 +62,8 @@ FROM_DISK = (
     replace(LONG, kind="gpt-oss-far", percent=MIXED, buffers=1, weight_codec="group4", compute=INT8),
     replace(LONG, kind="gemma2", percent=ON_DISK, buffers=3, prefill_tokens=32, dtype="bfloat16"),
     replace(LONG, kind="opt", gpu_batch_size=4, num_gpu_batches=1, kv_codec="group4", percent=MIXED),
+    replace(LONG, policy=ALIKE),
+    replace(LONG, policy=ALIKE, percent=MIXED, dtype="bfloat16", gpu_batch_size=1, sep_layer=False),
 )
 CASES = (
     USUAL,
@@ -165,6 +169,17 @@ def test_only_chosen_tokens_come_from_disk(case: Case, checkpoints: Checkpoints,
     assert 0 < moved["read"] < full["read"]
 
 
+def test_heads_that_choose_together_bring_as_much_as_is_predicted(checkpoints: Checkpoints, offload: Path) -> None:
+    case, apart = replace(LONG, policy=ALIKE), replace(LONG, policy=ALIKE[:1])
+    with case.open(checkpoints, offload) as llm:
+        generate_with(llm, case)
+        assert llm.stats is not None and not llm.stats.skipped_bytes
+    moved, more = (assert_moved_as_predicted(each, checkpoints, offload)["read"] for each in (case, apart))
+    assert moved < more
+    one, other = (checkpoints.resident_logits(each, each.batches()[0]) for each in (case, apart))
+    assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[1])
+
+
 def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Checkpoints) -> None:
     plan = Plan.create(kv_recall=0.5, gpu_batch_size=1, num_gpu_batches=3).with_percent(ON_DISK).at(Site())
     made = WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((90,) * 3, 3), Site())
@@ -184,7 +199,9 @@ def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Check
     assert priced.cost.nbytes(read) < of_all.cost.nbytes(read)
 
 
-@pytest.mark.parametrize("case", [LONG, replace(LONG, gpu_batch_size=1, dtype="bfloat16", prefill_tokens=32)])
+@pytest.mark.parametrize(
+    "case", [LONG, replace(LONG, gpu_batch_size=1, dtype="bfloat16", prefill_tokens=32), replace(LONG, policy=ALIKE)]
+)
 def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Of a prompt, part of a page group more for each row; of what steps choose, what is usual."""
     moved = dict.fromkeys(("write", "read"), 0)
@@ -353,10 +370,10 @@ def fetched_before_it_is_chosen() -> Iterator[None]:
     """What comes is what the step before has chosen."""
     made, known = RowsApart.bring, dict[RowsApart, torch.Tensor]()
 
-    def early(apart: RowsApart, image: np.ndarray, choice: ChosenSlots, share: float) -> Brought:
+    def early(apart: RowsApart, image: np.ndarray, choice: ChosenSlots, policy: KVPolicy) -> Brought:
         assert choice.slots is not None
         slots, known[apart] = known.get(apart, choice.slots[..., :20]), choice.slots
-        return made(apart, image, ChosenSlots(choice.now, slots), share)
+        return made(apart, image, ChosenSlots(choice.now, slots), policy)
 
     with patch.object(RowsApart, "bring", early):
         yield

@@ -134,9 +134,11 @@ class ManyQueries(NamedTuple):
         return threads * shared().prompt_queries * self.stride
 
 
-def choosing_room(units: int, group: int, slots: int, threads: int) -> int:
+def choosing_room(units: int, group: int, slots: int, threads: int, together: bool = False) -> int:
     """Values of the room in which slots are chosen for so many KV heads of all rows: shares of each query head of one and what
-    slots are worth, for as many as are worked on at once."""
+    slots are worth, for as many as are worked on at once. Those that choose together all keep what slots are worth."""
+    if together:
+        return (units + threads * group) * slots
     return min(units, threads) * (group + 1) * slots
 
 

@@ -7,7 +7,9 @@
    bits.
 
    A thread does both for a whole KV head of a row, with room of its own. Where there are fewer of these than threads, each has its
-   room, and the threads share the pieces. Either way the bits are the same. */
+   room, and the threads share the pieces. Either way the bits are the same.
+
+   Where the KV heads of a row choose together, what a slot is worth to them is summed up in their order, and all have the outcome. */
 
 #include "step_attention.h"
 
@@ -21,13 +23,15 @@ typedef struct {
     more_keys more;        /* for each of (rows, kv_heads, group); their values are not used */
     const int64_t *held;   /* (rows) */
     const int64_t *counts; /* (rows): how many slots are chosen */
-    float *room;           /* for each KV head of a row, or for each thread if these are fewer: (group + 1, capacity) */
+    float *room;           /* for each KV head of a row, or for each thread if these are fewer: (group + 1, capacity). If heads choose
+                              together: for each KV head (capacity), and behind these for each thread (group, capacity) */
     int64_t *out;          /* (rows, kv_heads, most) */
     long rows, kv_heads, group, dim, capacity, most;
     long first, recent;    /* slots that are chosen whatever they are worth: so many of the first, and of the newest */
     float scale;
     int kind; /* the type of queries */
     float cap;
+    int together; /* whether all KV heads of a row choose the same */
 } choosing;
 
 static ALWAYS_INLINE long least(long one, long other)
@@ -237,11 +241,68 @@ static void choose_of_scored(const void *given, long unit, int member)
         choose(c, unit, room_at(c, unit));
 }
 
+/* -- together -------------------------------------------------------------------------------------------------------------- */
+
+static ALWAYS_INLINE uint32_t *worth_to(const choosing *c, long unit)
+{
+    return (uint32_t *)c->room + unit * c->capacity;
+}
+
+static ALWAYS_INLINE float *room_of_thread(const choosing *c, int member)
+{
+    return c->room + (c->rows * c->kv_heads + member * c->group) * c->capacity;
+}
+
+static void find_worth_to(const void *given, long unit, int member)
+{
+    const choosing *c = given;
+    const long held = c->held[unit / c->kv_heads];
+    float *shares = room_of_thread(c, member);
+    if (takes_all(c, unit))
+        return;
+    for (long start = 0; start < held; start += PIECE)
+        score(c, unit, start, shares);
+    find_worth(c, unit, held, shares, worth_to(c, unit));
+}
+
+/* Adds what slots are worth to one more head. */
+static ALWAYS_INLINE void add_worth(uint32_t *worth, const uint32_t *more, long held)
+{
+#define ADD_MORE(AT, COUNT)                                                                                                      \
+    do {                                                                                                                         \
+        const floats own = load_some((const char *)(worth + (AT)), COUNT, FLOAT);                                                \
+        store_some((char *)(worth + (AT)), own + load_some((const char *)(more + (AT)), COUNT, FLOAT), COUNT, FLOAT);            \
+    } while (0)
+    EACH_REGISTER(at, held, ADD_MORE);
+#undef ADD_MORE
+}
+
+static void choose_for_all(const void *given, long row, int member)
+{
+    const choosing *c = given;
+    const long first = row * c->kv_heads, held = c->held[row], count = c->counts[row];
+    int64_t *out = c->out + first * c->most;
+    uint32_t *worth = worth_to(c, first);
+    if (takes_all(c, first)) {
+        take_all(c, first);
+    } else {
+        for (long head = 1; head < c->kv_heads; head++)
+            add_worth(worth, worth_to(c, first + head), held);
+        put_chosen(worth, held, count, (uint32_t *)room_of_thread(c, member), out);
+        memset(out + count, 0, (c->most - count) * sizeof *out);
+    }
+    for (long head = 1; head < c->kv_heads; head++)
+        memcpy(out + head * c->most, out, c->most * sizeof *out);
+}
+
 void choose_slots(const void *given, int threads)
 {
     const choosing *c = given;
     const long units = c->rows * c->kv_heads;
-    if (units >= threads) {
+    if (c->together) {
+        share_out(given, units, threads, find_worth_to);
+        share_out(given, c->rows, threads, choose_for_all);
+    } else if (units >= threads) {
         share_out(given, units, threads, choose_of_head);
     } else {
         share_out(given, units * pieces_of(c), threads, score_piece);

@@ -2,7 +2,7 @@
 
 A slot is worth the attention that it would get from all query heads of its KV head, as scores over the index say it. The first
 and the newest slots of a row are always chosen, then those that are worth most; among equals the older ones. What is NaN is
-worth nothing.
+worth nothing. KV heads of a row may choose together, by what a slot is worth to all of them.
 
 C and torch differ in the last bits of a worth, so that they may choose otherwise between slots that are worth nearly the same.
 With queries of 16 bits C works in fixed point, as its attention over packed slots does.
@@ -43,10 +43,11 @@ def choose_slots(
     always: Always,
     more: More | None = None,
     cap: float | None = None,
+    together: bool = False,
 ) -> Tensor:
     (rows, kv_heads, group, dim), slots, threads = q.shape, index.data.shape[2], torch.get_num_threads()
     q, out = q.contiguous(), torch.empty(rows, kv_heads, most, dtype=torch.int64)
-    room = torch.empty(choosing_room(rows * kv_heads, group, slots, threads), dtype=torch.float32)
+    room = torch.empty(choosing_room(rows * kv_heads, group, slots, threads, together), dtype=torch.float32)
     given = _SlotChoice(
         pointer(q),
         ValuePlaces.of(index.data, kind_of(index)),
@@ -57,6 +58,7 @@ def choose_slots(
         dim**-0.5,
         KINDS[q.dtype],
         cap or 0.0,
+        together,
     )
     run("choose_slots", given, threads)
     return out
@@ -71,6 +73,7 @@ def choose_slots_twin(
     always: Always,
     more: More | None = None,
     cap: float | None = None,
+    together: bool = False,
 ) -> Tensor:
     """Rows go one after the other: the keys of one are decoded at a time, and what becomes of it depends on no other."""
     (rows, kv_heads, _, _), slots = q.shape, index.data.shape[2]
@@ -78,6 +81,7 @@ def choose_slots_twin(
     for row in range(rows):
         keys, beside = KVSlots(index.data[row], index.format), None if more is None else more.scores[row, 0]
         worth = _worth(q[row], keys, held[row], always, beside, cap)
+        worth = worth.sum(0, keepdim=True).expand_as(worth) if together else worth
         order = torch.sort(worth, dim=-1, descending=True, stable=True).indices[:, :most]
         behind = places >= counts[row]
         out[row] = order.masked_fill(behind, slots).sort(-1).values.masked_fill(behind, 0)
@@ -216,4 +220,5 @@ class _SlotChoice(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("kind", ctypes.c_int),
         ("cap", ctypes.c_float),
+        ("together", ctypes.c_int),
     )

@@ -271,13 +271,15 @@ def choose_slots(
     always: Always,
     more: More | None = None,
     cap: float | None = None,
+    together: bool = False,
 ) -> Tensor:
     """The slots that a decode step attends where it reads a share of them: q as above; index (rows, kv_heads, slots, bytes),
     the keys in few bits; of `held` (rows,) filled slots each row attends `counts` (rows,), `most` at most -> (rows, kv_heads,
     most): each head's slots, ascending, and 0 behind them. The first and the newest are always among them; of the others those
-    that get most attention from the head's queries together, and of equals the older."""
+    that get most attention from the head's queries together, and of equals the older. `together`: from those of all heads of a
+    row, which then have the same slots."""
     function = _required(CHOOSE_SLOTS, index.format, q, width=q.shape[3])
-    out: Tensor = function(q, index, held, counts, most, always, more, cap)
+    out: Tensor = function(q, index, held, counts, most, always, more, cap, together)
     return out
 
 

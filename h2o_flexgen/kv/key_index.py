@@ -19,6 +19,7 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import choose_slots, chosen_attention, take_slots
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import FIRST, INDEX, RECENT, attended
 
 ALWAYS = Always(FIRST, RECENT)
@@ -49,22 +50,19 @@ class KeyIndex:
     most: int  # slots of a row that a step attends at most
     codes: Tensor | None = None  # (rows, kv_heads, slots, bytes); None: keys are their own index
     in_order: bool = True  # slots have the order of the text: nothing is evicted
+    together: bool = False  # the heads of a row choose the same slots
 
     @classmethod
-    def over(
-        cls, region: Tensor | None, share: float, stored: Coding, shape: tuple[int, int, int], in_order: bool = True
-    ) -> KeyIndex:
+    def over(cls, region: Tensor | None, policy: KVPolicy, stored: Coding, shape: tuple[int, int, int]) -> KeyIndex:
         """An index over a region of memory; `shape` is (rows, kv_heads, slots)."""
-        most = attended(share, shape[2])
-        if region is None:
-            return cls(stored, most, None, in_order)
-        width = replace(stored, format=INDEX).width
-        return cls(stored, most, region[: prod(shape) * width].view(*shape, width), in_order)
+        most, width = attended(policy.recall, shape[2]), replace(stored, format=INDEX).width
+        codes = None if region is None else region[: prod(shape) * width].view(*shape, width)
+        return cls(stored, most, codes, policy.keeps_all, policy.chooses_together)
 
     @property
     def kind(self) -> Hashable:
         """What is done by it, apart from what it has: equal for two that do the same."""
-        return self.most, self.codes is None, self.in_order
+        return self.most, self.codes is None, self.in_order, self.together
 
     def part(self, rows: slice) -> KeyIndex:
         return self if self.codes is None else replace(self, codes=self.codes[rows])
@@ -91,8 +89,8 @@ class KeyIndex:
         """The slots that a decode step attends, q (rows, kv_heads, group, head_dim). The newest token is among the stored ones,
         and is noted here."""
         codes = keys.data if self.codes is None else self._with_newest(now, keys.data, self.codes)
-        always = ALWAYS if self.in_order else OUT_OF_ORDER
-        return choose_slots(q, KVSlots(codes, INDEX), now.with_newest, now.attended, self.most, always, more, cap)
+        index, always = KVSlots(codes, INDEX), ALWAYS if self.in_order else OUT_OF_ORDER
+        return choose_slots(q, index, now.with_newest, now.attended, self.most, always, more, cap, self.together)
 
     def attend(
         self,

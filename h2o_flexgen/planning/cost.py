@@ -147,17 +147,19 @@ class Cost:
             return at.one.grown * row_bytes
         if not self.schedule.traffic.chooses(Visit(*task[1:4])):
             return at.one.read * row_bytes
-        share = self.planned.levels[at.level].policy.recall
-        return sum(most_brought(share, count + 1, at.heads) for count in at.one.counts) * row_bytes
+        policy = self.planned.levels[at.level].policy
+        share, heads = policy.recall, policy.choosing(at.heads)
+        return sum(most_brought(share, count + 1, heads) for count in at.one.counts) * row_bytes
 
     def moved_apart(self, task: Task | Key) -> MovedApart:
         """What a visit is expected to move of KV that lies apart."""
         (at,) = self.by_level(task)
         layout = self.planned.kv.layouts(task.layer, task.batch)[at.level]
         assert layout is not None, "its heads are at this level"
-        of_group, share = layout.page_group_tokens, self.planned.levels[at.level].policy.recall
+        of_group, policy = layout.page_group_tokens, self.planned.levels[at.level].policy
         if task.op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4])):
-            groups = sum(page_groups_brought(share, count + 1, at.heads, of_group) for count in at.one.counts)
+            share, heads = policy.recall, policy.choosing(at.heads)
+            groups = sum(page_groups_brought(share, count + 1, heads, of_group) for count in at.one.counts)
             return MovedApart(groups * layout.page_group_bytes, groups)
         tokens = at.one.grown if task.op.stores else at.one.read
         rows = min(tokens, at.one.rows + at.one.joining)

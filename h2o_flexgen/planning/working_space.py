@@ -233,7 +233,7 @@ def _recalling_bytes(at: LevelHeads, site: Site) -> int:
     taken = rows * (chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES + kept) + MARK_BYTES * capacity)
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
-        return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads)
+        return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads, policy.chooses_together)
     values = capacity * spec.kv_heads * spec.head_dim
     ranked = capacity * (spec.kv_heads * RANKED_BYTES + 4 * spec.heads * FLOAT_BYTES)
     return newest + taken + ranked + 2 * values * FLOAT_BYTES + DECODING_BYTES * min(values, _values_at_once(site))

@@ -49,10 +49,19 @@ class KVOptions:
         "each decode step attends this share of the tokens that are kept, chosen by its own query (1: all); if no other "
         "option says what is kept, all tokens are",
     )
+    kv_recall_together: bool = option(
+        False,
+        TRUTH,
+        "",
+        "with kv_recall: all KV heads of a layer attend the same tokens; fewer come from a disk",
+        bare=True,
+    )
 
     def __post_init__(self) -> None:
         check_options(self, KVOptions)
         self._refuse_two_budgets()
+        if self.kv_recall_together and self.kv_recall is None:
+            raise ValueError("kv_recall_together says how kv_recall chooses; give kv_recall, or leave kv_recall_together out")
 
     def _refuse_two_budgets(self) -> None:
         if self.hh_ratio is not None and self.kv_budget is not None:

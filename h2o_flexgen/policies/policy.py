@@ -92,6 +92,15 @@ class KVPolicy:
         return ALL if self.options.kv_recall is None else self.options.kv_recall
 
     @property
+    def chooses_together(self) -> bool:
+        """Whether the KV heads of a layer attend the same tokens, where steps choose them."""
+        return self.options.kv_recall_together
+
+    def choosing(self, heads: int) -> int:
+        """How many of so many KV heads choose for themselves."""
+        return 1 if self.chooses_together else heads
+
+    @property
     def attends_all(self) -> bool:
         """Whether every token sees all before it, as a model says."""
         return self.keeps_all and self.recall == ALL

@@ -34,6 +34,7 @@ ROWS, HEADS, SLOTS, SHARE, STEP = 3, 2, 83, 0.5, 4
 LENGTHS = (70, 24, 51)
 WIDTHS = (3, 12, 128, 256, 600)  # values of a head: 4096 bytes hold many tokens, two, one that fills it, and none
 UNSEEN = -1.0
+POLICY = Full(KVOptions(kv_recall=SHARE))
 
 
 @pytest.fixture
@@ -57,8 +58,7 @@ def filled(width: int, seed: int = 0) -> Tensor:
 
 
 def step_of(lengths: tuple[int, ...]) -> KVStep:
-    policy = Full(KVOptions(kv_recall=SHARE))
-    occupancy = policy.occupancy(Batch(tuple(range(len(lengths))), lengths), STEP + 1)
+    occupancy = POLICY.occupancy(Batch(tuple(range(len(lengths))), lengths), STEP + 1)
     return KVStep.of(occupancy.at(STEP), SLOTS, torch.device("cpu"))
 
 
@@ -83,7 +83,7 @@ def test_chosen_tokens_come_to_their_places(width: int, build: str, disk: DiskTi
     choice = choice_of(now, width)
     assert choice.slots is not None
     with used(build):
-        brought = apart.bring(numpy_of(image, writes=True), choice, SHARE)
+        brought = apart.bring(numpy_of(image, writes=True), choice, POLICY)
     tokens = left = 0
     for row, count in enumerate(now.slots.counts):
         wanted = sorted({*choice.slots[row].flatten().tolist()} & {*range(count)})
@@ -130,11 +130,11 @@ def test_a_read_that_fails_is_an_error(disk: DiskTier) -> None:
     os.ftruncate(disk._descriptor, 4 * ALIGNMENT)
     for build in ("torch", *variants()[:1]):
         with used(build), pytest.raises(OSError, match="ended too early where single tokens were to be read"):
-            apart.bring(numpy_of(image, writes=True), choice_of(now, 0), SHARE)
+            apart.bring(numpy_of(image, writes=True), choice_of(now, 0), POLICY)
     with closing(open(os.devnull, "wb")) as closed, patch.object(disk, "_descriptor", closed.fileno()):
         for build in ("torch", *variants()[:1]):
             with used(build), pytest.raises(OSError, match="Bad file descriptor where single tokens were to be read"):
-                apart.bring(numpy_of(image, writes=True), choice_of(now, 0), SHARE)
+                apart.bring(numpy_of(image, writes=True), choice_of(now, 0), POLICY)
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,5 @@ def test_many_reads_are_under_way_at_once(tokens: int, threads: int, at_once: in
         meeting.wait(timeout=30)
 
     with patch.object(memory_disk, "read_records", noted):
-        apart.bring(numpy_of(image, writes=True), ChosenSlots(now, torch.from_numpy(chosen)), SHARE)
+        apart.bring(numpy_of(image, writes=True), ChosenSlots(now, torch.from_numpy(chosen)), POLICY)
     assert sizes == [at_once] * threads

@@ -395,7 +395,7 @@ def index_of(policy: KVPolicy, coding: Coding, shape: tuple[int, int, int], devi
         return None
     codes = replace(coding, format=INDEX)
     region = None if coding == codes else torch.zeros(prod(shape) * codes.width, dtype=torch.uint8, device=device)
-    return KeyIndex.over(region, policy.recall, coding, shape, policy.keeps_all)
+    return KeyIndex.over(region, policy, coding, shape)
 
 
 def _scores(policy: KVPolicy, shape: tuple[int, int, int], device: torch.device) -> SlotScores | None:

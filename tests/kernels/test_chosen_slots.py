@@ -3,6 +3,8 @@ of attention over copies of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -74,6 +76,41 @@ def test_the_best_are_chosen(variant: str, dtype: torch.dtype, shape: tuple[int,
             is_chosen = torch.zeros(holds, dtype=torch.bool).index_fill(0, own, True)
             left = worth[head][~is_chosen]
             assert not len(left) or worth[head][is_chosen].min() >= left.max() * (1 - near)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"dtype": list(NEAR), "shape": SHAPES, "form": ["plain", "more"]})
+def test_heads_that_choose_together_choose_what_is_best_for_all(
+    variant: str, dtype: torch.dtype, shape: tuple[int, ...], form: str
+) -> None:
+    q, keys, held, counts = drawn(shape, dtype, 1.0)
+    rows, kv_heads, group, slots, _ = shape
+    index = index_of(keys)
+    more = More(torch.linspace(-2, 3, rows * kv_heads * group).view(rows, 1, -1), None) if form == "more" else None
+    with used(variant):
+        found = choose_slots(q, index, held, counts, slots, ALWAYS, more, None, True)
+        for threads in (1, 16):
+            with in_threads(threads):
+                assert torch.equal(choose_slots(q, index, held, counts, slots, ALWAYS, more, None, True), found)
+    twin = choose_slots_twin(q, index, held, counts, slots, ALWAYS, more, None, True)
+    for row, (holds, count) in enumerate(zip(held.tolist(), counts.tolist())):
+        beside = None if more is None else more.scores[row, 0]
+        worth = worth_of(q[row], KVSlots(index.data[row], index.format), holds, beside, None).sum(0)
+        worth[: ALWAYS.first] = worth[-ALWAYS.recent :] = torch.inf
+        for one in (found[row], twin[row]):
+            assert torch.equal(one, one[:1].expand_as(one)) and not one[:, count:].any()
+            is_chosen = torch.zeros(holds, dtype=torch.bool).index_fill(0, one[0, :count], True)
+            assert int(is_chosen.sum()) == count and (one[0, 1:count] > one[0, : count - 1]).all()
+            left = worth[~is_chosen]
+            assert not len(left) or worth[is_chosen].min() >= left.max() * (1 - NEAR[dtype])
+
+
+@contextmanager
+def in_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -38,6 +38,7 @@ from h2o_flexgen.policies.recall import INDEX, attended
 Array = NDArray[np.float64]
 HEADS, KV_HEADS, DIM, STEPS, SHARE = 4, 2, 16, 8, 0.25
 LENGTHS = (90, 30, 3, 61)
+RECALLS = Full(KVOptions(kv_recall=SHARE))
 FIRST, RECENT = 4, 16  # as documented
 
 
@@ -99,7 +100,7 @@ def cache_of(kv_codec: str, capacity: int, cap: float | None = None, policy: KVP
     coding, shape = Coding(kv_codec, torch.float32, DIM), (len(LENGTHS), KV_HEADS, capacity)
     image = torch.full((2, *shape, coding.width), 255 if kv_codec != "plain" else torch.nan).to(coding.kept_dtype)
     region = torch.full((math.prod(shape) * 36,), 255, dtype=torch.uint8)
-    index = KeyIndex.over(None if kv_codec == INDEX else region, SHARE, coding, shape, policy is None)
+    index = KeyIndex.over(None if kv_codec == INDEX else region, policy or RECALLS, coding, shape)
     scores = None
     if policy is not None:
         scores = SlotScores.over(torch.zeros(math.prod(shape) * policy.score_bytes, dtype=torch.uint8), policy, shape)
@@ -108,8 +109,7 @@ def cache_of(kv_codec: str, capacity: int, cap: float | None = None, policy: KVP
 
 def run(kv_codec: str = "plain", sinks: Tensor | None = None, cap: float | None = None) -> None:
     """Compares every decode step of a batch with what NumPy makes of the whole texts."""
-    policy, rows = Full(KVOptions(kv_recall=SHARE)), texts(1)
-    occupancy = policy.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
+    rows, occupancy = texts(1), RECALLS.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
     cache = cache_of(kv_codec, occupancy.capacity, cap)
     coding = Coding(kv_codec, torch.float32, DIM)
     for step in range(STEPS):
@@ -321,9 +321,9 @@ def test_a_share_is_rounded_up_and_never_less_than_the_tokens_that_always_count(
 
 
 def test_rows_that_move_up_take_their_index_along() -> None:
-    policy, rows = Full(KVOptions(kv_recall=SHARE)), texts(2)
+    rows = texts(2)
     batch = Batch(tuple(range(len(LENGTHS))), LENGTHS)
-    occupancy = policy.occupancy(batch, STEPS)
+    occupancy = RECALLS.occupancy(batch, STEPS)
     cache = cache_of("plain", occupancy.capacity)
     cache.attend(KVStep.of(occupancy.at(0), occupancy.capacity, torch.device("cpu")), NewTokens(*tokens_at(rows, 0)))
     kept = [3, 1]

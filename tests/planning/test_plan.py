@@ -30,7 +30,7 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_policy": "full", "heavy": 3}, "kv_policy 'full' does not take heavy; it takes kv_recall"),
+        ({"kv_policy": "full", "heavy": 3}, "kv_policy 'full' does not take heavy; it takes kv_recall, kv_recall_together"),
         ({"kv_policy": "local", "heavy": 3}, "kv_policy 'local' does not take heavy; it takes recent, hh_ratio, kv_budget"),
         ({"kv_policy": "tova", "score_decay": 0.5}, "kv_policy 'tova' does not take score_decay"),
         ({"kv_policy": "h2o", "heavy": -1}, "heavy is -1; allowed is a whole number from 0 to 10000000"),
@@ -45,6 +45,8 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
             r"kv_recall 0\.1 compares keys as they stand in the text",
         ),
         ({"kv_recall": 1.5}, "kv_recall is 1.5; allowed is a number above 0 and at most 1"),
+        ({"kv_policy": "h2o", "kv_recall": 0.1, "kv_recall_together": True}, "'h2o' does not take kv_recall_together"),
+        ({"kv_recall_together": True}, "kv_recall_together says how kv_recall chooses; give kv_recall, or leave"),
         ({"kv_recall": 0.0}, "kv_recall is 0.0; allowed is a number above 0 and at most 1"),
         ({"kv_recall": 0.1, "pipeline": 2}, "kv_recall 0.1 cannot be had with a pipeline of 2 devices; give pipeline=1"),
         ({"kv_recall": 0.1, "prefix_policy": "judged"}, "kv_recall 0.1 cannot be had with prefix_policy 'judged'"),

@@ -73,7 +73,8 @@ class KeptByPolicy:
         of_index = ((policy, heads * (noted - policy.score_bytes)) for (policy, heads), noted in self._noted)
         index = sum(self._capacity(policy) * noted for policy, noted in of_index)
         by = f"by an index of keys, {format_bytes(index)} a row" if index else "by their keys, which are packed"
-        return f"; a step attends {_range(least, most)} of them, which its query chooses {by}"
+        choosing = "the queries of all heads choose together" if self.policy.chooses_together else "its query chooses"
+        return f"; a step attends {_range(least, most)} of them, which {choosing} {by}"
 
     @property
     def _noted(self) -> Iterator[tuple[tuple[KVPolicy, int], int]]:

@@ -154,7 +154,7 @@ class KVStore:
         policy = self._policy
         has_codes = region is not None and self._note_bytes > policy.score_bytes
         codes = region[layout.score_bytes(policy.score_bytes) :] if region is not None and has_codes else None
-        return KeyIndex.over(codes, policy.recall, self._coding, layout.shape, policy.keeps_all)
+        return KeyIndex.over(codes, policy, self._coding, layout.shape)
 
     def _allocate_one_home(self, held: ExitStack) -> None:
         """One home for all layers and batches: each of them is over before the next one begins."""
@@ -387,7 +387,7 @@ class KVStore:
         if not self._schedule.traffic.chooses(task.visit):  # a text goes on
             return apart.read(image, [RowRange(row, 0, unit.held) for row in range(unit.rows)])
         assert unit.choice is not None
-        brought = apart.bring(image, unit.choice, self._policy.recall)
+        brought = apart.bring(image, unit.choice, self._policy)
         self.spared_bytes += brought.spared
         return brought.moved
 

@@ -18,6 +18,7 @@ from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.key_index import ChosenSlots
 from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import most_brought
 
 Pair = tuple[numpy.ndarray, numpy.ndarray]
@@ -103,7 +104,7 @@ class RowsApart:
 
     # -- single tokens -------------------------------------------------------------------------------------------------
 
-    def bring(self, image: numpy.ndarray, choice: ChosenSlots, share: float) -> Brought:
+    def bring(self, image: numpy.ndarray, choice: ChosenSlots, policy: KVPolicy) -> Brought:
         """Reads the tokens that a decode step has chosen in any head, except its own newest ones."""
         if choice.now is None or choice.slots is None:
             return Brought(0, 0)
@@ -111,7 +112,8 @@ class RowsApart:
         wanted = _wanted(numpy_of(choice.slots), counts, layout.slots)
         self._disk.gather(self._home, self._on_disk(wanted, counts), image)
         brought = int(wanted.sum()) * layout.row_bytes
-        most = sum(most_brought(share, count + 1, layout.heads) for count in counts) * layout.row_bytes
+        apart = policy.choosing(layout.heads)
+        most = sum(most_brought(policy.recall, count + 1, apart) for count in counts) * layout.row_bytes
         return Brought(brought, most - brought)
 
     def _on_disk(self, wanted: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
