@@ -308,6 +308,38 @@ def test_recorded_passes_with_guesses_have_the_bits_of_others(folder: Path, monk
         assert none == 0 < fewer < many
 
 
+@pytest.mark.parametrize("case", [Case("llama-gqa", policy=POLICIES[1]), Case("gemma3-capped")], ids=str)
+def test_recorded_passes_go_on_behind_what_was_taken_back(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    """Passes without guesses are one call, from the first layer on, which has no keys and values. A policy evicts, or windows
+    are full."""
+    case = replace(case, lengths=(16,), gpu_batch_size=1, num_gpu_batches=1)
+
+    def made_by(text: Sequence[int] = (), **options: Any) -> tuple[list[Tensor], list[int], int]:
+        logits: list[Tensor] = []
+        numbers = cycle((*[0] * 8, 4, 0, 0, 0, 4))
+
+        def guess(own: _OfRow, seen: Sequence[int], most: int) -> None:
+            count = next(numbers)
+            own.tokens = [*text[len(seen) :][:2], 3, 3] if 0 < count <= most else ()
+
+        def heard(row: int, step: int, made: Tensor) -> None:
+            logits.append(made.clone())
+
+        with case.open(checkpoints, offload, **options) as llm, always(), patch.multiple(_OfRow, guess=guess):
+            (said,) = llm.generate(case.prompts, SamplingParams(50, ignore_eos=True), on_logits=heard)
+            assert llm.stats is not None and llm.stats.drafted.accepted >= 6 * bool(text)
+            return logits, [*said.prompt_token_ids, *said.token_ids], llm.stats.replayed
+
+    wanted, text, _ = made_by()
+    made, same, none = made_by(text, draft="ngram", graphs="off")
+    recorded, alike, many = made_by(text, draft="ngram")
+    assert text == same == alike
+    assert all(torch.equal(own, other) for own, other in zip(made, recorded, strict=True))
+    assert max(float((own - other).abs().max()) for own, other in zip(wanted, recorded, strict=True)) < 1e-4
+    if native.in_use() != TORCH:
+        assert none == 0 < many
+
+
 def test_rows_that_start_again_go_on_where_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [Request(text, SamplingParams(25, temperature=1.0)) for text in BEGINNINGS]
     with demo(folder, draft="off") as llm:

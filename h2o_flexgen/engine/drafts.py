@@ -123,7 +123,7 @@ class Worth:
         if not tried:
             self.plain_passes += 1
             is_first = self.plain_passes <= self.plain_first
-            quickest = min(seconds, self.plain_seconds or seconds)
+            quickest = seconds if self.plain_passes == 1 else min(seconds, self.plain_seconds)
             self.plain_seconds = quickest if is_first else _mean(self.plain_seconds, seconds, self.plain_passes)
             return
         self.tried_passes += 1

@@ -571,6 +571,7 @@ class Engine:
     def _compute(self, task: Task, state: _Progress) -> None:
         """Computes one layer on one batch."""
         rows, visit = state.rows[task.batch], task.visit
+        self._kv_for(visit, state).take_back(task, rows)
         layer = self._weights_for(visit).layer(visit)
         if layer.makes_logits:
             state.at_the_head(rows, task, self._of_head(visit))

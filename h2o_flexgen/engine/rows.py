@@ -149,7 +149,7 @@ class BatchRows:
         self.held_before: tuple[int, ...] = ()  # slots in use when the rows last moved up, in the heads of each level
         self.staying: Sequence[int] = ()  # by the place of a row in the last pass: tokens behind its newest that count
         self.last_step: int | None = None  # known once all rows are finished and no more come
-        self.follows_trial = False  # tokens of the step before may have been taken back
+        self.follows_trial = False  # the step before had tokens ahead, guessed or certain: states may just have noted them
         self.parts: tuple[RowsPart, ...] = ()
         self._batch = batch  # the living rows
         self._rows = list(rows)

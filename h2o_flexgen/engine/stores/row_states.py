@@ -177,8 +177,9 @@ class StateStore:
 
 
 def _replayed(unit: StatesAtHome, rows: BatchRows) -> Sequence[int]:
-    """How many of each row's tokens that were on trial stay: its text has gone on behind them. None of a text that begins, or
-    where the step before had none on trial; it may have been recorded."""
+    """Returns how many of each row's tokens that were on trial stay: its text has gone on behind them. None of a text that
+    begins, or where the step before had none on trial; it may have been recorded, and then nothing is known of it here. Notes
+    in the unit how many tokens of each text have passed the states once this step is over."""
     replayed, unit.behind = [0] * unit.rows, [*unit.behind, *[0] * unit.rows][: unit.rows]
     for part in rows.parts:
         slots, places = part.now.slots, range(unit.rows)[part.rows]

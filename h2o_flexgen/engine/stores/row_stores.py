@@ -74,22 +74,26 @@ class KVLevels:
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
+    def take_back(self, task: Task, rows: BatchRows) -> None:
+        """Takes back what wrong guesses of the pass before have changed in all layers, now that they are judged. This comes
+        before any layer of this pass is computed, as a chain that begins with a layer without KV computes others that have
+        KV. It also comes before rows move up."""
+        known = self._guessed.get(task.batch)
+        if known is not None and (known.rows is not rows or known.step != task.step):
+            known.guesses.take_back(known.rows.staying)
+            del self._guessed[task.batch]
+
     def open(self, task: Task, rows: BatchRows) -> LayerCache:
         """The cache for a COMPUTE."""
         if self._schedule.traffic.passes_parts_of(task.visit):
             return self._by_part(task, rows)
-        guesses = self._guesses_of(task, rows)  # the last ones are taken back before rows move up
+        guesses = self._guesses_of(task, rows)
         return self._opened(task, self._heads, lambda store: store.open(task, rows), guesses)
 
     def _guesses_of(self, task: Task, rows: BatchRows) -> Guesses:
-        """Returns where it is noted what guesses of this pass change. Those of the pass before have been judged: wrong ones are
-        taken back in all layers when the first one is opened, as others may be computed in a chain."""
-        known = self._guessed.get(task.batch)
-        if known is None or known.rows is not rows or known.step != task.step:
-            if known is not None:
-                known.guesses.take_back(known.rows.staying)
-            known = self._guessed[task.batch] = _Guessed(rows, task.step, Guesses())
-        return known.guesses
+        """Returns where it is noted what guesses of this pass change."""
+        self.take_back(task, rows)
+        return self._guessed.setdefault(task.batch, _Guessed(rows, task.step, Guesses())).guesses
 
     def _by_part(self, task: Task, rows: BatchRows) -> LayerCache:
         stores = self._of_layer[task.layer]
