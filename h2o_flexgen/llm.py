@@ -68,7 +68,7 @@ from h2o_flexgen.sampling.pooling import (
     read_truncate,
 )
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.session.loaded_model import LoadedModel, Say, told_by_stages
+from h2o_flexgen.session.loaded_model import LoadedModel, Say, told_by_stages, told_by_warnings
 from h2o_flexgen.session.open_request import (
     PREFIX_BYTES,
     ModelRequest,
@@ -146,14 +146,15 @@ class LLM:
         plan_options = {name: value for name, value in own.options.items() if name not in OF_CONSTRUCTORS}
         threads = cast("int | None", own.options.get("threads"))
         source = name_of("model", own.options.get("model"))
-        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), source, dummy_weights)
+        how = dtype_called(dtype), name_of("tokenizer", tokenizer), adapters_of(adapter)
+        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), source, dummy_weights, how[2])
         asked = asked if overlap else asked.without_overlap()
         searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
-        how = dtype_called(dtype), name_of("tokenizer", tokenizer), adapters_of(adapter)
         measures = plan is None and measures_heads(plan_options, dummy_weights, how[2])
         named = ModelRequest(source, source, dummy_weights, *how, lora_modules=loras_of(lora), measures_heads=measures)
         site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir, prefix_dir, prefix_dir_size)
-        self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage), searched)
+        say = told_by_warnings if on_stage is None else told_by_stages
+        self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage, say), searched)
         own.refuse_longer(self.spec.max_positions, self.name)
 
     @classmethod

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_flexgen.calibration.kept_reading import KeptReading, Pace
-from h2o_flexgen.calibration.text_reading import OnLayer, ReadModel, ReadSoFar, TextReading, reading_of, turned
+from h2o_flexgen.calibration.text_reading import OnLayer, ReadModel, ReadSoFar, TextReading, looked_up, reading_of, turned
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, HOST
@@ -129,9 +129,11 @@ def calibrate(
     _check(model, texts, 0 if fit is None else sums_bytes(model.spec))
     begun, seen = _begun(kept, len(texts), model)
     readers = [RepeatedText(ids, partial(_note, scores, fit)) for ids, scores in zip(texts, seen)]
+    readings = [reader.reading for reader in readers]
+    begun = begun or looked_up(model, readings)
     if pace is not None:
         pace.begin()
-    with closing(reading_of(model, [reader.reading for reader in readers], begun)) as reading:
+    with closing(reading_of(model, readings, begun)) as reading:
         for at in reading:
             if pace is not None:
                 pace.note(at, model)

@@ -1,5 +1,5 @@
 """KeptReading: how far texts were read, in a file, so that a calibration that was interrupted goes on there. Pace: how long a
-calibration will take, told by its first text in its first layer."""
+calibration will take, told by its first texts in its first layer."""
 
 from __future__ import annotations
 
@@ -68,9 +68,11 @@ class Pace:
     now: Callable[[], float] = time.perf_counter
     _began: float | None = None
     _loaded: float = 0.0
+    _warm: float = 0.0
     _is_told: bool = False
 
     def begin(self) -> None:
+        """Tokens are looked up, and no layer is loaded yet."""
         self._began = self.now()
 
     def note(self, at: ReadSoFar, model: ReadModel) -> None:
@@ -79,8 +81,11 @@ class Pace:
         if at.texts == 0:
             self._loaded = self.now()
             return
+        if at.texts == 1 and len(at.hidden) > 1:
+            self._warm = self.now()  # the first text may wait for kernels to be compiled, once
+            return
         self._is_told = True
-        each_text = self.now() - self._loaded
+        each_text = self.now() - (self._warm if at.texts > 1 else self._loaded)
         seconds = (self._loaded - self._began) + len(at.hidden) * each_text
         rest = sum(layer.nbytes for layer in model.layers[at.layers :]) / max(1, model.layers[at.layers].nbytes)
         if seconds * rest > self.most_seconds:

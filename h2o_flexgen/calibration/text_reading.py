@@ -67,21 +67,25 @@ class ReadSoFar(NamedTuple):
 
 def read_texts(model: ReadModel, readings: Sequence[TextReading], on_layer: OnLayer | None = None) -> None:
     """Every text is read to the end. Logits are not computed."""
-    with closing(reading_of(model, readings)) as reading:
+    with closing(reading_of(model, readings, looked_up(model, readings))) as reading:
         for at in reading:
             if at.texts == len(readings) and on_layer is not None:
                 on_layer(at.layers + 1, len(model.layers))
 
 
-def reading_of(
-    model: ReadModel, readings: Sequence[TextReading], begun: ReadSoFar | None = None
-) -> Generator[ReadSoFar, None, None]:
-    """Reads on: how far it is, when a layer's weights are loaded and behind each text in it. `begun`: where an earlier reading
-    of the same texts ended, after whole layers."""
+def looked_up(model: ReadModel, readings: Sequence[TextReading]) -> ReadSoFar:
+    """The beginning: all texts are before the first layer."""
     _refuse(model.spec)
-    hidden = list(_looked_up(model, readings)) if begun is None else begun.hidden
+    return ReadSoFar(0, 0, [*_hidden_of_tokens(model, readings)])
+
+
+def reading_of(model: ReadModel, readings: Sequence[TextReading], begun: ReadSoFar) -> Generator[ReadSoFar, None, None]:
+    """Reads on from where `begun` ends, after whole layers: how far it is, when a layer's weights are loaded and behind each
+    text in it."""
+    _refuse(model.spec)
+    hidden = begun.hidden
     for done, layer in enumerate(model.layers):
-        if begun is not None and done < begun.layers:
+        if done < begun.layers:
             continue
         with _opened(model, layer) as store:
             weights = store.views(ONLY)
@@ -101,7 +105,7 @@ def _refuse(spec: ModelSpec) -> None:
         raise ValueError(f"rows of {spec.name} have a state in some layers, which studies and calibrations do not keep")
 
 
-def _looked_up(model: ReadModel, readings: Sequence[TextReading]) -> Iterator[Tensor]:
+def _hidden_of_tokens(model: ReadModel, readings: Sequence[TextReading]) -> Iterator[Tensor]:
     first = model.spec.layers[0]
     with _opened(model, first) as store:
         for ids, _ in readings:

@@ -57,6 +57,8 @@ def work(request: CalibrateRequest) -> None:
 
 def _kept(model: ModelRequest) -> Path:
     """The place where every run of the model that evicts finds its head budgets. Random weights need none."""
+    if model.adapter:
+        raise ValueError(f"what heads need with --adapter is not kept for {model.name}; give {OUTPUT} FILE")
     place = None if model.dummy_weights else kept_file(model.source, HEAD_BUDGETS)
     if place is None:
         raise ValueError(f"{model.name} has no weights here that would identify it, so nothing is kept; give {OUTPUT} FILE")

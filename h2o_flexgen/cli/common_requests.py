@@ -128,8 +128,8 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
 
 def _with_heads(flags: Namespace, plan: Plan) -> Plan:
     """The plan with the head budgets that are known of the model, if nothing else is asked for."""
-    asked, is_random = getattr(flags, HEAD_BUDGETS, None), flags.dummy_weights or flags.path == DUMMY_PATH
-    if asked not in (None, AUTO) or is_random or not plan.suits_any_head_budgets:
+    asked, is_random = {HEAD_BUDGETS: getattr(flags, HEAD_BUDGETS, None)}, flags.dummy_weights or flags.path == DUMMY_PATH
+    if not measures_heads(asked, is_random, getattr(flags, "adapter", ())) or not plan.suits_any_head_budgets:
         return plan
     return with_known_heads(plan, choose_model(flags.model, flags.path, False).source)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,11 +12,13 @@ from functools import cache
 from pathlib import Path
 
 from h2o_flexgen.calibration.text_reading import ReadModel
-from h2o_flexgen.checkpoints.checkpoint import HandedSource
+from h2o_flexgen.checkpoints.checkpoint import HandedSource, WeightSource
 from h2o_flexgen.checkpoints.derived import COPIES, Damaged
 from h2o_flexgen.checkpoints.gguf_format import read_gguf
+from h2o_flexgen.checkpoints.kept_measurements import CALIBRATE
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.environment import cache_folder, folder_of_sockets
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -57,6 +60,11 @@ Say = Callable[[str], None]
 
 def told_by_stages(line: str) -> None:
     """Says nothing: there are those that hear stages alone."""
+
+
+def told_by_warnings(line: str) -> None:
+    """Tells a program that hears no stages why its model takes so long to open."""
+    warnings.warn(" ".join(line.split()), UserWarning, stacklevel=2)
 
 
 class LoadedModel:
@@ -161,23 +169,38 @@ class LoadedModel:
     def _measure_heads(self, say: Say) -> None:
         """Measures what heads need where the plan goes by it and nothing is known: of the model as it is under no plan."""
         asked, plan = self.request.model, Plan()
-        if not asked.measures_heads or self.plan.head_budgets is not None or not self.plan.suits_any_head_budgets:
+        if not self._wants_heads(self.plan) or asked.tokenizer != AUTO:  # with other tokens, texts would be noise
             return
         source = self.opened.source(plan, self.offload_folder, self.stages)
-        model = replace(self.reading, model=self.opened.model(plan), source=source)
         try:
+            if self._copies_for(source):
+                copied = f"weights are copied: {CALIBRATE} --model {asked.source}"
+                say(f"heads     all keep as much: to measure what each needs, {copied}")
+                return
+            model = replace(self.reading, model=self.opened.model(plan), source=source)
             found = HeadMeasuring(asked.source, self.tokenizer, self.stages, say).budgets(model)
         finally:
             source.close()
-        self.weigh()
         self._held_before = peak_resident_bytes()
-        if found is not None:
+        if found is None:
+            self.weigh()
+        else:
             self.adopt(replace(self.requested, head_budgets=found))
+
+    def _wants_heads(self, plan: Plan) -> bool:
+        """Whether the plan is to go by what heads need, and nothing is known of it."""
+        return plan.head_budgets is None and self.request.model.measures_heads and plan.suits_any_head_budgets
+
+    def _copies_for(self, source: WeightSource) -> bool:
+        """Whether the source would copy weights that the plan's own source does not need."""
+        if not isinstance(source, PackedCheckpoint) or not source.bytes_to_write:
+            return False
+        return not isinstance(self.source, PackedCheckpoint) or self.source.folder != source.folder
 
     def with_heads(self, asked: PlanRequirements) -> PlanRequirements:
         """What is asked of a plan, with the head budgets that were measured for it."""
-        wants = asked.plan.head_budgets is None and self.request.model.measures_heads and asked.plan.suits_any_head_budgets
-        return replace(asked, plan=replace(asked.plan, head_budgets=self.requested.head_budgets)) if wants else asked
+        own = self.requested.head_budgets
+        return replace(asked, plan=replace(asked.plan, head_budgets=own)) if self._wants_heads(asked.plan) else asked
 
     @property
     def site(self) -> Site:

@@ -1,25 +1,28 @@
 """Head budgets that are measured where a plan wants them and none are known: once for a model, before its first use.
 
-It is done only where it takes little time. What takes longer is left to the calibrate command, which goes on where this ended.
+It is done only where it takes little time. What takes longer is left to the calibrate command.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_flexgen.calibration.calibration import FEWEST_TOKENS, calibrate
+from h2o_flexgen.calibration.calibration import calibrate
 from h2o_flexgen.calibration.kept_reading import KeptReading, Pace, TakesTooLong
 from h2o_flexgen.calibration.text_reading import ReadModel
 from h2o_flexgen.checkpoints.kept_measurements import CALIBRATE, HEAD_BUDGETS, kept_file
 from h2o_flexgen.engine.reports import Stage, Stages
+from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.policies.head_budgets import EQUAL, HeadBudgets, can_be_measured, write_head_budgets
 from h2o_flexgen.text.measured_texts import USUAL_TEXTS, USUAL_TOKENS, Text, checksum, described, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 MOST_SECONDS = 120.0  # that a run waits for it, once
-KNOWN_SECONDS = ".seconds"  # the suffix of a file that says how long it takes, where that is too long
+FEWEST_TOKENS = 256  # of a text: shorter ones say little of what long texts need
 READING = ".reading"
 
 
@@ -44,21 +47,26 @@ class HeadMeasuring:
         place, tokens = kept_file(self.source, HEAD_BUDGETS), min(USUAL_TOKENS, model.spec.seen_positions // 2)
         if place is None or tokens < FEWEST_TOKENS or not can_be_measured(model.spec) or not self.tokenizer.reads_texts:
             return None
-        known = place.with_suffix(KNOWN_SECONDS)
         try:
-            _refuse_known(known, self.most_seconds)
+            _refuse_unwritable(place.parent)
             found = self._measured(model, tokens)
-            write_head_budgets(found, place)
         except TakesTooLong as given_up:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            known.write_text(f"{given_up.seconds:.0f}", encoding="utf-8")
             once = f"{_time(given_up.seconds)} to measure, once: {CALIBRATE} --model {self.source}"
             self.say(f"heads     all keep as much: what each needs takes {once}")
             return None
-        except (ValueError, OSError) as error:
-            self.say(f"heads     all keep as much, since what each needs cannot be measured: {error}")
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and shortage_of(error) is None:
+                raise
+            self.say(f"heads     all keep as much, since what each needs cannot be measured: {_line(error)}")
             return None
+        self._keep(found, place)
         return found
+
+    def _keep(self, found: HeadBudgets, place: Path) -> None:
+        try:
+            write_head_budgets(found, place)
+        except OSError as error:
+            self.say(f"heads     what each needs is measured, but cannot be kept for later runs: {_line(error)}")
 
     def _measured(self, model: ReadModel, tokens: int) -> HeadBudgets:
         text = Text.held_out()
@@ -80,14 +88,16 @@ class HeadMeasuring:
         self.say(f"heads     what each needs is measured now, once for this model, in {_time(seconds)}; {without}")
 
 
-def _refuse_known(file: Path, most_seconds: float) -> None:
-    """Gives up where an earlier run found that it takes too long."""
-    try:
-        seconds = float(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if seconds > most_seconds:
-        raise TakesTooLong(seconds)
+def _refuse_unwritable(folder: Path) -> None:
+    """Refuses a cache that cannot be written: each run would measure anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
+def _line(error: BaseException) -> str:
+    shortage = shortage_of(error)
+    return str(error) if shortage is None else shortage.reason
 
 
 def _time(seconds: float) -> str:

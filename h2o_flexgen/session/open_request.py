@@ -204,6 +204,7 @@ def asked_plan(
     other_names: Sequence[str],
     model: str,
     dummy_weights: bool = False,
+    adapters: Sequence[str] = (),
 ) -> Plan:
     """The given plan, or one made of the options; its shares mean nothing if a plan is to be found."""
     refuse_unknown("option", options, [*Plan.option_names(), *other_names], OPTIONS)
@@ -211,7 +212,7 @@ def asked_plan(
         raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
     if plan is None:
         asked = Plan.create(**{**options, **named_by_files(options, model)})
-        if measures_heads(options, dummy_weights, ()):
+        if measures_heads(options, dummy_weights, adapters):
             asked = with_known_heads(asked, model)
         return asked if percent is None or isinstance(percent, str) else asked.with_percent(percent)
     if not isinstance(plan, Plan):
