@@ -275,13 +275,14 @@ from types import SimpleNamespace
 from pathlib import Path
 from h2o_flexgen.cli.processes import supervisor
 from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.session.open_request import SiteRequest
+from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from tests.helpers.sleeping_process import sleeping
 names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
 loaded = SimpleNamespace(offload_folder=Path(sys.argv[1]))
 llm = SimpleNamespace(loaded=loaded, limits=SimpleNamespace(host=1), plan=None, device=names)
 def work(flags):
-    with sleeping(), supervisor.Processes(llm, None, SiteRequest(gpus=2), [None, None]) as both:
+    model = ModelRequest("none", "none")
+    with sleeping(), supervisor.Processes(llm, model, SiteRequest(gpus=2), [None, None]) as both:
         for number, pid in both.said(nullcontext):
             print(pid, flush=True)
 sys.exit(exit_status(lambda: SimpleNamespace(verbose=0), work))
@@ -320,7 +321,7 @@ def test_all_end_when_one_is_killed(offload: Path) -> None:
     with (
         sleeping(),
         pytest.raises(Mendable, match=r"process \d of 2 \(cpu\) was ended by SIGKILL, and so are the others"),
-        supervisor.Processes(llm, none, SiteRequest(gpus=2), [none, none]) as both,
+        supervisor.Processes(llm, ModelRequest("none", "none"), SiteRequest(gpus=2), [none, none]) as both,
     ):
         for _, pid in both.said(nullcontext):
             others.append(psutil.Process(int(str(pid))))

@@ -171,15 +171,15 @@ def test_blocks_are_read_straight_to_where_they_lie_in_a_page(
     """Whatever place that is; what small tensors share pages for goes through a buffer."""
     model = save_gguf("qwen3-moe", file := tmp_path / "tiny.gguf", "q4_0", decoder_sparse_step=1)
     monkeypatch.setattr(buffer_layout, "PAGE_ALIGNED_FROM", 256)
-    straight, whole, within = set[int](), DiskFiles._read_checked, set[int]()
+    straight, whole, within = set[int](), DiskFiles._read_run, set[int]()
 
-    def watched(self: DiskFiles, wanted: FilePiece, pages: memoryview) -> memoryview:
-        if isinstance(wanted, FilePiece) and wanted.pages is not None:
-            straight.add(wanted.offset)
-            within.add(wanted.out.data_ptr() % buffer_layout.ALIGNMENT)
-        return whole(self, wanted, pages)
+    def watched(self: DiskFiles, run: Sequence[FilePiece]) -> None:
+        with_pages = [piece for piece in run if piece.pages is not None]
+        straight.update(piece.offset for piece in with_pages)
+        within.update(piece.out.data_ptr() % buffer_layout.ALIGNMENT for piece in with_pages)
+        whole(self, run)
 
-    monkeypatch.setattr(DiskFiles, "_read_checked", watched)
+    monkeypatch.setattr(DiskFiles, "_read_run", watched)
     made = generated(file, ON_DISK, tmp_path / "offload", buffers=buffers)
     matrices = [one for one in GGUFReader(file).tensors if one.tensor_type == gguf.GGMLQuantizationType.Q4_0]
     places = {
