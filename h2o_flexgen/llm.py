@@ -138,9 +138,9 @@ class LLM:
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model. Without head_budgets those that are known of the model are
         taken, or measured once if that is quick; "equal" has all heads keep as much. `adapter`: the folder of a LoRA that is
-        merged, or several; "=0.5" behind one is its weight. `lora`: the folders of adapters that requests ask for by their
-        names. `prefix_dir`: where prefixes that requests share outlive the process. Arguments of vLLM and llama-cpp-python that
-        change nothing here are accepted."""
+        merged, or several; "=0.5" behind one is its weight. `lora`: the folders or GGUF files of adapters that requests ask for
+        by their names. `prefix_dir`: where prefixes that requests share outlive the process. Arguments of vLLM and
+        llama-cpp-python that change nothing here are accepted."""
         given = {name: value for name, value in (("model", model), ("threads", threads)) if value is not None}
         own = OwnOptions.of({**plan_options, **given})
         plan_options = {name: value for name, value in own.options.items() if name not in OF_CONSTRUCTORS}

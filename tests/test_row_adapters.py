@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,6 +43,7 @@ from h2o_flexgen.sampling.lora_request import LoRARequest
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import Prompt
 from tests.checkpoints.test_adapters import RANK, changed, matrices_of, save_adapter, values_in, with_tensors
+from tests.helpers import tiny
 from tests.helpers.contract import Checkpoints
 from tests.helpers.refusals import one_line
 from tests.test_arriving_prefixes import drawn
@@ -462,7 +464,7 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
         told = one_line(lambda: llm.generate([PROMPT], lora_request=LoRARequest("one", 1, llama.adapters["two"])))
         assert told.startswith("adapter 'one' is ") and told.endswith("; give another name")
         told = one_line(lambda: llm.generate([PROMPT], FOUR, lora_request="one"))  # type: ignore[arg-type]
-        assert told == "lora_request is 'one'; write LoRARequest(NAME, 1, FOLDER), or a list with one for each"
+        assert told == "lora_request is 'one'; write LoRARequest(NAME, 1, PATH), or a list with one for each"
         told = one_line(lambda: llm.generate([PROMPT] * 3, FOUR, lora_request=[asked, None]))
         assert told == "3 prompts came with 2 adapters in lora_request; give one for all or one for each"
         told = one_line(lambda: llm.generate([PROMPT], replace(FOUR, lora_name="on")))
@@ -497,6 +499,27 @@ def test_prompts_that_are_only_read_have_adapters(llama: Adapted) -> None:
     assert [one.logprobs for one in for_all] == [pytest.approx(one.logprobs, abs=1e-4) for one in own]
 
 
+@pytest.mark.parametrize("labels", [1, 3])
+def test_labels_and_ranks_have_adapters(labels: int, offload: Path, tmp_path: Path) -> None:
+    """They are those of a model that the adapter was merged into, and rows beside them have the model's own."""
+    tiny.save_classifier("llama-gqa", tmp_path / "model", labels=labels)
+    adapted = Adapted.of(tmp_path / "model", tmp_path, offload)
+    asked = LoRARequest("one", 1, adapted.adapters["one"])
+
+    def scored(llm: LLM, each: Sequence[LoRARequest | None] = (None, None)) -> list[Sequence[float]]:
+        if labels > 1:
+            return [one.scores for one in llm.classify([PROMPT] * 2, lora_request=each)]
+        ranked = llm.rank("When?", ["At nine."] * 2, lora_request=each)
+        return [[one.score] for one in sorted(ranked, key=lambda one: one.index)]
+
+    with adapted.open(lora=False) as llm:
+        (changed, beside), (plain, _), for_all = scored(llm, [asked, None]), scored(llm), scored(llm, [asked, asked])
+    with adapted.open(lora=False, adapter=adapted.adapters["one"]) as llm:
+        wanted, _ = scored(llm)
+    assert [changed, *for_all] == [pytest.approx(wanted, abs=1e-4)] * 3
+    assert beside == pytest.approx(plain, abs=1e-6) and plain != pytest.approx(wanted, abs=1e-3)
+
+
 def test_a_conversation_has_the_adapter_that_it_is_opened_with(llama: Adapted) -> None:
     turns = [PROMPT * 3, [4, 8], [15, 16]]
     found = []
@@ -527,11 +550,15 @@ def as_gguf(folder: Path, model: Any, file: Path, alpha: float = 8.0, kind: str 
         module, half = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
         own = values[_rows_in_file(model.config, family, module, len(values))] if half == "B" else values
         writer.add_tensor(f"{name_in_file(f'{module}.weight', family.names)}.lora_{half.lower()}", own.contiguous().numpy())
+    written(writer)
+    return file
+
+
+def written(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
 
 
 @pytest.mark.parametrize("kind, stored", [("llama-gqa", "gguf-q8_0"), ("qwen3", "gguf-bfloat16")])
@@ -559,17 +586,34 @@ def test_gguf_files_that_are_no_adapters_of_this_model_are_refused(
     def told(given: Path, model: Path = base) -> str:
         return one_line(lambda: Adapted(model, {"one": given}, offload).open())
 
-    def written(**changes: Any) -> Path:
+    def changed_file(**changes: Any) -> Path:
         return as_gguf(folder, changes.pop("model", stored), tmp_path / f"{len([*tmp_path.iterdir()])}.gguf", **changes)
 
     assert "is a GGUF file; give the model's folder of safetensors, or the adapter as a GGUF file" in told(folder)
-    assert "'one' is a GGUF file, for matrices as these have them, and the model is none" in told(written(), llama.base)
+    assert "'one' is a GGUF file, for matrices as these have them, and the model is none" in told(changed_file(), llama.base)
     assert "is a GGUF file of the type 'model', no adapter" in told(base)
-    assert "is of the kind 'dora', and only LORA can be used" in told(written(method="dora"))
-    other = written(model=checkpoints.hf_model("qwen3", "gguf-bfloat16"))
+    assert "is of the kind 'dora', and only LORA can be used" in told(changed_file(method="dora"))
+    other = changed_file(model=checkpoints.hf_model("qwen3", "gguf-bfloat16"))
     assert "is for models of the architecture 'qwen3', and this one is 'llama'" in told(other)
     head = save_adapter(tmp_path / "head", {"lm_head.weight": (128, 32)})
-    assert "changes output.weight" in told(as_gguf(head, stored, tmp_path / "head.gguf"))
+    line = told(as_gguf(head, stored, tmp_path / "head.gguf"))
+    assert (
+        "changes output.weight, and a request's adapter changes no tables, heads and experts; merge it into the model's" in line
+    )
+
+
+def test_experts_in_gguf_adapters_are_refused_by_name(checkpoints: Checkpoints, offload: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(file := tmp_path / "experts.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    for half, shape in (("a", (4, RANK, 32)), ("b", (4, 56, RANK))):
+        writer.add_tensor(f"blk.0.ffn_up_exps.weight.lora_{half}", np.ones(shape, np.float32))
+    written(writer)
+    line = one_line(Adapted(checkpoints.folder("llama-gqa", "gguf-q8_0"), {"one": file}, offload).open)
+    assert (
+        "changes blk.0.ffn_up_exps.weight, and a request's adapter changes no tables, heads and experts; merge it into" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -584,7 +628,7 @@ def test_gguf_files_that_are_no_adapters_of_this_model_are_refused(
     ],
 )
 def test_what_names_no_adapter_is_refused(name: Any, path: Any, told: str) -> None:
-    assert one_line(lambda: LoRARequest(name, 1, path)).startswith(f"{told}write LoRARequest(NAME, 1, FOLDER)")
+    assert one_line(lambda: LoRARequest(name, 1, path)).startswith(f"{told}write LoRARequest(NAME, 1, PATH)")
 
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
@@ -629,9 +673,9 @@ def test_adapters_of_experts_and_their_routers_are_refused_by_name(
 
 def test_what_takes_no_adapters_is_refused(checkpoints: Checkpoints, llama: Adapted, tmp_path: Path) -> None:
     for given, told in (
-        (["one"], "lora is 'one'; give NAME=FOLDER"),
-        (["a:b=c"], "lora is 'a:b=c'; give NAME=FOLDER"),
-        ({"a=b": "c"}, "lora is {'a=b': 'c'}; give {NAME: FOLDER}"),
+        (["one"], "lora is 'one'; give NAME=PATH"),
+        (["a:b=c"], "lora is 'a:b=c'; give NAME=PATH"),
+        ({"a=b": "c"}, "lora is {'a=b': 'c'}; give {NAME: PATH}"),
     ):
         assert told in one_line(lambda given=given: LLM(llama.base, tokenizer="bytes", device="cpu", lora=given))
     gguf = Adapted(checkpoints.folder("llama-gqa", "gguf-q8_0"), llama.adapters, llama.offload)

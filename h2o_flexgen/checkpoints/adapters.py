@@ -14,11 +14,12 @@ from functools import cached_property
 from hashlib import blake2b
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.model_files import read_object
 from h2o_flexgen.checkpoints.quantised import FoundTensors
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
@@ -32,6 +33,7 @@ LORA = "LORA"
 PIECE_BYTES = 1 << 24
 WHOLE_NAME = re.compile(r"base_model\.model\.(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<half>[AB])(\.weight)?")
 AGAIN = "give another adapter"
+NOT_FOR_ROWS = "changes {}, and a request's adapter changes no tables, heads and experts"
 # names in a config that change no values of a merged matrix; any other that is set is refused
 INERT = frozenset(
     {
@@ -104,6 +106,7 @@ class Merged:
 class Adapter:
     """An adapter in a folder, and its weight."""
 
+    merging: ClassVar[str] = "merge it: --adapter FOLDER"  # what to do where rows cannot have it
     folder: Path
     weight: float
     config: Mapping[str, Any]
@@ -115,6 +118,8 @@ class Adapter:
 
     @classmethod
     def in_folder(cls, folder: Path, weight: float = 1.0) -> Adapter:
+        if is_gguf(folder):
+            raise ValueError(f"adapter {folder} is a GGUF file, which is merged into no model; give --lora NAME={folder}")
         if not folder.is_dir():
             raise ValueError(f"adapter {folder} is no folder; give one with {CONFIG} and {WEIGHTS}")
         adapter = cls(folder, weight, read_object(folder / CONFIG, AGAIN))

@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
-from h2o_flexgen.checkpoints.adapters import LORA, Adapter, LowRank
+from h2o_flexgen.checkpoints.adapters import LORA, NOT_FOR_ROWS, Adapter, LowRank
 from h2o_flexgen.checkpoints.gguf_format import GgufTensor, Metadata, is_gguf, read_gguf
-from h2o_flexgen.checkpoints.named_tensors import IN_BLOCK
+from h2o_flexgen.checkpoints.named_tensors import name_in_models
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS
 from h2o_flexgen.checkpoints.stored_architecture import ARCHITECTURE, KIND, GgufArchitecture, TensorNames
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor
@@ -21,12 +22,14 @@ from h2o_flexgen.core.hints import shown
 
 OWN_KIND, OWN_METHOD, ALPHA = "adapter", "adapter.type", "adapter.lora.alpha"
 HALF = re.compile(r"(?P<tensor>.+)\.lora_(?P<half>[ab])")
+DIMENSIONS_OF_EXPERTS = 3  # of a half: there is one for each expert
 
 
 @dataclass(frozen=True)
 class GgufAdapter(Adapter):
     """An adapter in a file, which stands in the place of a folder."""
 
+    merging: ClassVar[str] = "merge it into the model's GGUF file (llama.cpp's llama-export-lora does this)"
     metadata: Metadata = field(kw_only=True)
     tensors: tuple[GgufTensor, ...] = field(kw_only=True)
 
@@ -45,10 +48,9 @@ class GgufAdapter(Adapter):
         return self.folder
 
     def usual(self, module: str, names: TensorNames) -> str:
-        inside, own = IN_BLOCK.fullmatch(module), names.gguf
+        own = names.gguf
         self._refuse_other_architecture(own)
-        part = own.tensors.get(inside["part"]) if own is not None and inside is not None else None
-        return module if inside is None or part is None else f"model.layers.{inside['block']}.{part}"
+        return module if own is None else name_in_models(module, own) or module
 
     def _refuse_other_architecture(self, known: GgufArchitecture | None) -> None:
         found = self.metadata.text(ARCHITECTURE)
@@ -59,6 +61,8 @@ class GgufAdapter(Adapter):
         halves: dict[str, dict[str, StoredTensor]] = {}
         for tensor in self.tensors:
             named = HALF.fullmatch(tensor.name)
+            if named is not None and len(tensor.shape) == DIMENSIONS_OF_EXPERTS:
+                raise self.refused(NOT_FOR_ROWS.format(named["tensor"]), self.merging)
             if named is None or tensor.format not in FLOATS.values() or len(tensor.shape) != 2:
                 raise self.refused(f"has the tensor {shown(tensor.name)} ({tensor.format}, {tensor.shape}), no half of a LoRA")
             stored = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.format, tensor.shape)

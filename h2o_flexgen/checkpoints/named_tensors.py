@@ -18,7 +18,7 @@ from math import prod
 from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, FLOAT32, HEAD, ROPE_DIVISORS
 from h2o_flexgen.checkpoints.gguf_format import BLOCKS, GgufTensor
 from h2o_flexgen.checkpoints.model_files import AGAIN
-from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufModel, OfHeads, TensorNames, Turned
+from h2o_flexgen.checkpoints.stored_architecture import ONE, GgufArchitecture, GgufModel, OfHeads, TensorNames, Turned
 from h2o_flexgen.checkpoints.stored_tensors import DECODED, StoredMatrix, StoredTensor
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
@@ -242,7 +242,14 @@ def _is_beside(name: str, said: GgufModel) -> bool:
 
 def _name_in_model(name: str, said: GgufModel) -> str | None:
     inside = IN_BLOCK.fullmatch(name)
+    is_of_layer = inside is None or int(inside["block"]) < said.blocks
+    return name_in_models(name, said.architecture) if is_of_layer else None
+
+
+def name_in_models(name: str, architecture: GgufArchitecture) -> str | None:
+    """The name in models of a tensor of GGUF files, if the architecture has it."""
+    inside = IN_BLOCK.fullmatch(name)
     if inside is None:
-        return OUTSIDE.get(name) or said.architecture.outside.get(name)
-    part = said.architecture.tensors.get(inside["part"])
-    return f"model.layers.{inside['block']}.{part}" if part and int(inside["block"]) < said.blocks else None
+        return OUTSIDE.get(name) or architecture.outside.get(name)
+    part = architecture.tensors.get(inside["part"])
+    return f"model.layers.{inside['block']}.{part}" if part else None

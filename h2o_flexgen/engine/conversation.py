@@ -251,7 +251,7 @@ class Conversation:
         if params.lora_name is not None:
             raise ValueError(
                 f"lora_name is {shown(params.lora_name)}, and a conversation has the adapter that it is opened with; write "
-                "llm.converse(lora_request=LoRARequest(NAME, 1, FOLDER))"
+                "llm.converse(lora_request=LoRARequest(NAME, 1, PATH))"
             )
         before = self._tail[: len(self._tail) - len(self._unread)]
         return RowState(self.turns, [*before, *ids], params, self._tokenizer, streamed=True, adapter=self._adapter)

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.adapters import Adapter, LowRank
+from h2o_flexgen.checkpoints.adapters import NOT_FOR_ROWS, Adapter, LowRank
 from h2o_flexgen.checkpoints.gguf_adapters import adapter_for
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
 from h2o_flexgen.core.buffer_layout import aligned
@@ -25,7 +25,6 @@ from h2o_flexgen.kernels.adapted_matrix import AT_ONCE
 
 COPIES = 4  # of rows and of what is made of them, in fp32: what goes in, what is there, what is added, and both together
 EXPERTS = ".experts."
-MERGE = "merge it: --adapter FOLDER"
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ class RowAdapter:
             usual = adapter.usual(module, names)
             tensor = known.get(bare_name(usual))
             if tensor is None and usual.endswith((*names.of_heads,)):
-                raise adapter.refused(f"changes {module}, which is computed in parts", MERGE)
+                raise adapter.refused(f"changes {module}, which is computed in parts", adapter.merging)
             if tensor is None:
                 raise adapter.refused(f"changes {module}, and {spec.name} has no such matrix: it is of another model")
             if tensor not in able:
-                raise adapter.refused(f"changes {module}, and a request's adapter changes no tables, heads and experts", MERGE)
+                raise adapter.refused(NOT_FOR_ROWS.format(module), adapter.merging)
             shape, found = spec.tensors[tensor].shape, (part.b.shape[0], part.a.shape[1])
             if shape != found:
                 raise adapter.refused(f"is of another model: {tensor} has the shape {shape}, and what is to be added {found}")
@@ -111,7 +110,7 @@ class RowAdapters:
         if name is None:
             return 0
         if name not in self.names:
-            known = f"known are {', '.join(self.names)}" if self._each else "there are none; give some: --lora NAME=FOLDER"
+            known = f"known are {', '.join(self.names)}" if self._each else "there are none; give some: --lora NAME=PATH"
             raise ValueError(
                 f"lora_name is {shown(name)}, which is no adapter here{did_you_mean(name, self.names) or f'; {known}'}"
             )

@@ -13,7 +13,7 @@ from h2o_flexgen.sampling.params import INSTEAD, SAMPLING
 _LEAVE_OUT = "leave it out"
 _AT_ONCE = "prefill_tokens= says how many tokens of prompts are computed at once"
 _GPUS = "`h2o-flexgen run` and `h2o-flexgen batch` start a process with each of several GPUs: --gpus N"
-_MERGED = "write adapter=FOLDER, or a list, which is merged into the model; or lora={NAME: FOLDER} for adapters of requests"
+_MERGED = "write adapter=FOLDER, or a list, which is merged into the model; or lora={NAME: PATH} for adapters of requests"
 _PACKED = 'write weight_codec="group4" or weight_codec="group8", and compute="int8" for products of 8 bits'
 _SHARES = "percent=(...) says how much of weights, KV and activations lies where, and cpu_mem= how much memory may be used"
 
@@ -66,7 +66,7 @@ FOREIGN: Mapping[str, ForeignOption] = {
     "load_in_8bit": ForeignOption(
         'write weight_codec="group8", and compute="int8" if activations are to be rounded to 8 bits, too'
     ),
-    "lora_modules": ForeignOption("write lora={NAME: FOLDER}"),
+    "lora_modules": ForeignOption("write lora={NAME: PATH}"),
     "lora_path": ForeignOption(_MERGED, (None,)),
     "low_cpu_mem_usage": ForeignOption("write cpu_mem=", _TRUE_OR_FALSE),
     "max_lora_rank": ForeignOption(f"adapters have any rank; {_LEAVE_OUT}"),

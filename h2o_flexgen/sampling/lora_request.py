@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.params import SamplingParams
 
-FORM = "write LoRARequest(NAME, 1, FOLDER)"
+FORM = "write LoRARequest(NAME, 1, PATH)"
 
 
 def is_adapter_name(name: object) -> bool:
@@ -21,7 +21,8 @@ def is_adapter_name(name: object) -> bool:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter: its name, by which it is known from then on, and its folder. The number is vLLM's, and means nothing here."""
+    """An adapter: its name, by which it is known from then on, and its folder or GGUF file. The number is vLLM's, and means
+    nothing here."""
 
     lora_name: str
     lora_int_id: int = field(default=0, compare=False)

@@ -65,9 +65,10 @@ class ModelRequest:
 
     lora_modules: tuple[tuple[str, str], ...] = option(
         (),
-        Rule(lambda given: given, "a text like NAME=FOLDER, or a list of such"),
-        "NAME=FOLDER",
-        "a LoRA or rsLoRA of PEFT that requests may ask for by this name, beside the model's own weights",
+        Rule(lambda given: given, "a text like NAME=PATH, or a list of such"),
+        "NAME=PATH",
+        "a LoRA or rsLoRA of PEFT (a folder) that requests may ask for by this name, beside the model's own weights; for a "
+        "model in a GGUF file, a LoRA in another one",
         flags=("--lora", "--lora-modules"),
         elsewhere=("enable_lora",),
     )
@@ -327,7 +328,7 @@ def adapters_of(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def loras_of(given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None) -> tuple[tuple[str, str], ...]:
-    """Adapters of requests, a name and a folder each: of a mapping, or of texts like NAME=FOLDER."""
+    """Adapters of requests, a name and a folder or a GGUF file each: of a mapping, or of texts like NAME=PATH."""
     if isinstance(given, Mapping):
         return tuple(_named(name, name_of("lora", folder), {name: folder}) for name, folder in given.items())
     texts = [name_of("lora", one) for one in ([given] if isinstance(given, str) else given or ())]
@@ -336,7 +337,7 @@ def loras_of(given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None)
 
 def _named(name: str, folder: str, given: object) -> tuple[str, str]:
     if not is_adapter_name(name) or not folder:
-        form = "NAME=FOLDER" if isinstance(given, str) else "{NAME: FOLDER}"
+        form = "NAME=PATH" if isinstance(given, str) else "{NAME: PATH}"
         raise ValueError(f"lora is {shown(given)}; give {form}, with a name without = and :")
     return name, folder
 

@@ -294,6 +294,8 @@ def test_what_is_given_is_read_as_it_is_meant(
         == "adapter 'a=much' has the weight 'much'; give FOLDER, or FOLDER=WEIGHT with a number"
     )
     assert one_line(lambda: Adapters.of(["b"])) == f"adapter b is no folder; give one with {CONFIG} and {WEIGHTS}"
+    told = "adapter b.gguf is a GGUF file, which is merged into no model; give --lora NAME=b.gguf"
+    assert one_line(lambda: Adapters.of(["b.gguf"])) == told
     dummy = {"tokenizer": "bytes", "device": "cpu", "dummy_weights": True}
     told = one_line(lambda: LLM(checkpoints.folder("qwen3"), adapter="a=2", **dummy))
     assert told.startswith("adapter a=2 cannot be merged into random weights; ")

@@ -136,7 +136,7 @@ def test_lines_of_a_job_have_adapters_by_their_models(
     file.write_text(json.dumps(lines_of(["three"])[0]) + "\n")
     bad = command(*given, "-o", tmp_path / "other.jsonl")
     assert bad.status and "the model 'three' is not here" in " ".join(bad.err)
-    assert "give NAME=FOLDER" in " ".join(command("--lora", "one", "-o", tmp_path / "third.jsonl").err)
+    assert "give NAME=PATH" in " ".join(command("--lora", "one", "-o", tmp_path / "third.jsonl").err)
 
 
 def test_names_are_those_of_the_model_and_of_its_adapters() -> None:
