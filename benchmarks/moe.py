@@ -68,6 +68,7 @@ RANDOM = (
 )
 COLUMNS = ("system", "computes", "rows", "tokens/s", "of ceiling", "of busiest lane", "disk busy", "prompts s", "peak GB")
 STATES, IN_HALF = "state_dtype", "bfloat16"
+MEASURED_BY = ("command", "commit")  # of each line, as --keep may bring together what several calls have measured
 BUFFERS = 4  # of ours: with two, the disk waits while an attention is computed: slices are small
 
 
@@ -79,6 +80,8 @@ class Line:
     rows: int
     answers: tuple[Answer, ...]
     disk_rates: tuple[tuple[float, float], ...]  # bytes per second, before and after each answer
+    command: str  # that has measured it
+    commit: str
 
     @property
     def step_seconds(self) -> float:
@@ -202,8 +205,11 @@ def environment() -> dict[str, str]:
 def measured(args: argparse.Namespace, file: Path) -> list[Line]:
     """Systems take turns, because machines drift. What fails is left out, and said."""
     launcher = Launcher(args.timeout, {"PYTHONPATH": environment()["PYTHONPATH"]})
+    now = shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]]), commit()
     asked = [
-        Line(one, rows, (), ()) for one in args.contenders for rows in (args.their_rows if one.system == THEIRS else args.rows)
+        Line(one, rows, (), (), *now)
+        for one in args.contenders
+        for rows in (args.their_rows if one.system == THEIRS else args.rows)
     ]
     for _ in range(args.repeats):
         asked = [_once_more(args, file, launcher, line) for line in asked]
@@ -256,12 +262,16 @@ def kept(args: argparse.Namespace, file: Path) -> list[Line]:
     if before["title"] != title_of(args, file):
         raise SystemExit(f"{output_of(args)} is of {before['title']!r}, not of {title_of(args, file)!r}; leave out --keep")
     known = {one.name: one for one in contenders(args)}
-    return [_line_of(row, known[row["system"]]) for row in before["rows"]]
+    if others := sorted({row["system"] for row in before["rows"]} - known.keys()):
+        raise SystemExit(f"{output_of(args)} has lines of {others[0]!r}, which is no system here; leave out --keep")
+    of_all = {name: before[name] for name in MEASURED_BY}
+    return [_line_of({**of_all, **row}, known[row["system"]]) for row in before["rows"]]
 
 
 def _line_of(row: Mapping[str, Any], contender: Contender) -> Line:
     answers = tuple(Answer.from_json(json.dumps(answer)) for answer in row["answers"])
-    return Line(contender, row["rows"], answers, tuple((before, after) for before, after in row["disk_read_per_s"]))
+    rates = tuple((before, after) for before, after in row["disk_read_per_s"])
+    return Line(contender, row["rows"], answers, rates, *(row[name] for name in MEASURED_BY))
 
 
 # -- what was found ----------------------------------------------------------------------------------------------------------
@@ -276,9 +286,8 @@ class Bounds:
     memory: float
 
     def shares(self, line: Line) -> dict[str, float | None]:
-        lane = (
-            None if line.contender.system == THEIRS else line.tokens_per_s / self._of_lane(line)
-        )  # theirs reads prompts besides
+        # theirs reads prompts besides
+        lane = None if line.contender.system == THEIRS else line.tokens_per_s / self._of_lane(line)
         return {"of_ceiling": self._pass(line, self.memory) / line.step_seconds, "of_lane": lane, "disk_busy": line.disk_busy}
 
     def _of_lane(self, line: Line) -> float:
@@ -306,8 +315,8 @@ def document(
         "machine": f"{machine.machine['cpu']}, {machine.machine['cores']} cores, {machine.machine['instructions']}, torch "
         f"{machine.machine['torch']}; {machine}; cap: {cap.words}",
         "date": date.today().isoformat(),
-        "commit": commit(),
-        "command": shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
+        "commit": ", ".join(dict.fromkeys(line.commit for line in lines)),
+        "command": "; ".join(dict.fromkeys(line.command for line in lines)),
         "ceiling": "of weights that so many rows ask for: those beyond the cap over the disk's rate, all over the memory's; "
         "states are read and written; or products over the processor's rate, all measured. Busiest lane: what was read and "
         "written in a step over the disk's rate, or products",
@@ -340,6 +349,8 @@ def row_of(line: Line, bounds: Bounds) -> dict[str, object]:
         "prefill_seconds": line.prefill_seconds,
         "peak_bytes": line.peak_bytes,
         "disk_read_per_s": line.disk_rates,
+        "command": line.command,
+        "commit": line.commit,
         "answers": [asdict(answer) for answer in line.answers],
     }
 

@@ -177,7 +177,7 @@ def test_what_fails_is_left_out(run: Callable[..., dict[str, Any]], monkeypatch:
 
 
 def test_lines_of_several_calls_come_together(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter((4.0, 2.0, 3.0))
+    seconds = iter((4.0, 2.0, 3.0, 5.0))
 
     def answer(self: Launcher, request: Request, loads_within_cap: bool) -> Answer:
         return Answer({}, "on disk", 1.0, 9.0, (next(seconds),), 10**9, 6e9, disk_busy=0.9, written_bytes_per_step=3e9)
@@ -188,8 +188,15 @@ def test_lines_of_several_calls_come_together(run: Callable[..., dict[str, Any]]
     both = run("--rows", "512", "--systems", "h2o_flexgen", "--keep")
     assert [(row["rows"], row["tokens_per_s"]) for row in both["rows"]] == [(128, 32.0), (512, 512 / 3)]
     assert both["rows"][0] == first["rows"][0]
+    told = [row["command"] for row in both["rows"]]
+    assert "--keep" not in told[0] and "--keep" in told[1] and both["command"] == "; ".join(told), "each has its own"
+    more = run("--rows", "1024", "--systems", "h2o_flexgen", "--keep")
+    assert [row["command"] for row in more["rows"]][:2] == told
     with pytest.raises(SystemExit, match=r"is of .*64\+64 tokens.*not of .*32\+64 tokens"):
         run("--rows", "512", "--systems", "h2o_flexgen", "--keep", "--load", "32+64")
+    monkeypatch.setattr(moe, "OURS", "another")
+    with pytest.raises(SystemExit, match="has lines of 'h2o_flexgen', which is no system here; leave out --keep"):
+        run("--rows", "512", "--systems", "another", "--keep")
 
 
 @pytest.mark.parametrize(
