@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -534,14 +535,20 @@ def has_lines(path: Path, count: int) -> bool:
 
 
 @contextmanager
-def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """A context in which this process writes no file any further."""
-    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, most))
-    try:
+def of_at_most(nbytes: int, file: Path) -> Iterator[None]:
+    """A context in which a file gets no more bytes, as on a full disk. All others of this process do."""
+    write = os.write
+
+    def limited(descriptor: int, given: bytes) -> int:
+        found = os.fstat(descriptor)
+        if not file.exists() or not os.path.samestat(found, file.stat()):
+            return write(descriptor, given)
+        if found.st_size >= nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, given[: nbytes - found.st_size])
+
+    with patch.object(os, "write", limited):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
 def demo_requests(count: int) -> list[dict[str, Any]]:
@@ -639,14 +646,14 @@ def test_a_signal_ends_a_job_between_two_passes(demo_job: Any, out: Path) -> Non
 
 
 def test_a_full_disk_loses_nothing(demo_job: Any, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Files may have only so many bytes, as on a disk that is full."""
     file, whole = demo_job
     in_memory = ("--percent", "0", "100", "0", "100", "0", "100")  # nothing but the output is written
-    with files_of_at_most(5_000):
+    with of_at_most(5_000, out):
         ended = called(batch.main, capfd, "-i", file, "-o", out, *DEMO, *in_memory)
     assert (ended.status, ended.err[-1]) == (
         2,
-        f"error: {out} cannot be written (File too large); whole records stay there: fix this, and go on with --resume",
+        f"error: {out} cannot be written (No space left on device); whole records stay there: fix this, and go on with "
+        "--resume",
     )
     assert 5 < len(ids(out)) < len(whole) and out.read_bytes().endswith(b"\n")
     goes_on(out, whole, "-i", file)

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,22 +122,32 @@ def test_every_script_that_measures_stands_in_the_table_of_questions() -> None:
     assert found.keys() - scripts == set(re.findall(r"`(\w+\.py)`", " ".join(files)))
 
 
-def lines_of_diffs(markdown: str) -> Iterator[tuple[str, str]]:
-    """The lines that diffs of a page add, each with its file. A shortened line is left out."""
+def lines_of_diffs(markdown: str) -> Iterator[tuple[str, list[str]]]:
+    """The lines that diffs of a page add to each file, in their order. A shortened line is left out."""
     for block in re.findall(r"^```diff\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
-        file = ""
-        for line in block.splitlines():
-            if line.startswith(("--- a/", "+++ b/")):
-                file = line[6:]
-            elif line.startswith("+") and "..." not in line:
-                yield file, line[1:].strip()
+        for part in re.split(r"^(?:--- a/|\+\+\+ b/)", block, flags=re.MULTILINE)[1:]:
+            file, *lines = part.splitlines()
+            yield file, [line[1:] for line in lines if line.startswith("+") and "..." not in line]
+
+
+def not_there(wanted: Sequence[str], file: str) -> list[str]:
+    """The lines that a file does not have behind those before them."""
+    rest = iter(file.splitlines())
+    return [line for line in wanted if line not in rest]
 
 
 def test_diffs_that_show_how_to_add_things_are_those_of_the_tree() -> None:
     found = [*lines_of_diffs((ROOT / "docs" / "extending.md").read_text("utf-8"))]
-    assert len({file for file, _ in found}) > 10
-    known = {file: {line.strip() for line in (ROOT / file).read_text("utf-8").splitlines()} for file, _ in found}
-    assert [f"{file}: {line}" for file, line in found if line not in known[file]] == []
+    assert len({file for file, _ in found}) > 10 and sum(len(lines) for _, lines in found) > 60
+    missed = {file: not_there(lines, (ROOT / file).read_text("utf-8")) for file, lines in found}
+    assert {file: lines for file, lines in missed.items() if lines} == {}
+
+
+def test_the_reader_of_diffs_sees_lines_in_another_order() -> None:
+    page = "```diff\n--- /dev/null\n+++ b/one\n+a\n+  b\n+left out...\n--- a/other\n+c\n```\n"
+    assert [*lines_of_diffs(page)] == [("one", ["a", "  b"]), ("other", ["c"])]
+    assert not_there(["a", "c"], "a\nb\nc") == [] and not_there(["c", "a"], "a\nb\nc") == ["a"]
+    assert not_there(["  b"], "a\nb") == ["  b"]
 
 
 def test_every_local_link_in_the_documents_leads_somewhere() -> None:
