@@ -89,7 +89,7 @@ def _rope(config: Values) -> Said:
 def _experts(config: Values) -> Said:
     counts = (config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     chosen = config.get("num_experts_per_tok") or config.get("top_k_experts")
-    found = {EXPERT_COUNT: next(filter(None, counts), 0), "expert_used_count": chosen, OF_EXPERTS: None}
+    found = {EXPERT_COUNT: next(filter(None, counts), 0), "expert_used_count": chosen}
     found[OF_EXPERTS] = config.get("moe_intermediate_size")
     found["expert_shared_feed_forward_length"] = config.get("shared_expert_intermediate_size")
     return {key: value for key, value in found.items() if value}

@@ -52,9 +52,8 @@ class Hunyuan(Decoder):
         super().__init__(config, dtype, sep_layer, name)
         (rope,) = self.ropes_of(config)
         stretch = super().rotary_of(rope, self._rotated).stretch
-        self._eps_of_heads = (
-            self._eps / stretch**2
-        )  # norms take the length away again, and add this to the square of what is left
+        # norms take the length away again, and add this to the square of what is left
+        self._eps_of_heads = self._eps / stretch**2
 
     @staticmethod
     def traits_of(config: Config) -> Traits:

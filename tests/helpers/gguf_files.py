@@ -195,7 +195,7 @@ def _near_heads(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 def _longer_queries(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
-    writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    _temperature(writer, config)
 
 
 def _temperature(writer: GGUFWriter, config: PretrainedConfig) -> None:
