@@ -181,6 +181,35 @@ class AttentionHalves:
     beside: int = 0  # values per token that the first half hands on, between hidden states and the outcome, for the second one
 
 
+RECORDED_TURNS = 3  # of experts at most: with 256 in a block, 11 turns of a slice would take a third of a MB
+
+
+class ExpertTurns(NamedTuple):
+    """How experts of a layer come one after the other: as many at once as have hardly more tokens together than there are, or
+    one of them."""
+
+    experts: int
+    chosen: int  # experts of a token
+    most_together: float  # so many times as many rows as there are tokens are computed at once
+    few_rows: int  # are always computed at once
+
+    def rows(self, tokens: int) -> int:
+        """Rows that are computed at once."""
+        return max(tokens, min(self._most_rows(tokens), max(self.few_rows, int(self.most_together * tokens))))
+
+    def most(self, tokens: int) -> int:
+        """Turns that there can be: any turn and the one behind it have more rows than fit into one."""
+        return min(self.experts, 2 * ((self._most_rows(tokens) - 1) // self.rows(tokens)) + 1)
+
+    def recorded(self, tokens: int) -> int:
+        """Turns of a recorded step."""
+        return min(self.most(tokens), RECORDED_TURNS)
+
+    def _most_rows(self, tokens: int) -> int:
+        """Rows that these experts can have together."""
+        return tokens * min(self.chosen, self.experts)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One step of the schedule. Neither planning nor the engine knows kinds of layers: a layer describes itself. `tensors`
@@ -204,6 +233,7 @@ class LayerSpec:
     in_prompts: LayerSpec | None = None  # the layer as prompts pass it, where decode steps are cut at an attention
     # tensors and the expert that each belongs to; empty where the layer has the router: its choice then comes too late
     experts: tuple[tuple[str, int], ...] = ()
+    turns: ExpertTurns | None = None  # in which its experts come, if it has any
     part: str = ""  # what it is of its block, for people, where its functions do not say so
     reads_back: bool = False  # what an accelerator does for it depends on values that it computes: no graph can have it
     overwrites: bool = False  # what it makes takes the place of the hidden states that it is handed, where it may
@@ -561,6 +591,11 @@ class ModelSpec:
         return max(layer.out_width for layer in self.layers[:-1])
 
     @cached_property
+    def turns(self) -> Counter[tuple[ExpertTurns, int]]:
+        """Those of all layers with experts, and how many matrices each multiplies by."""
+        return Counter((layer.turns, len(layer.products)) for layer in self.layers if layer.turns is not None)
+
+    @cached_property
     def passing_widths(self) -> frozenset[tuple[int, int]]:
         """The values of a token that layers hold while they compute, and the least tokens of which a recorded step has room."""
         return frozenset((layer.passing_width, layer.least_passing) for layer in self.layers)
@@ -741,6 +776,7 @@ def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:
         passing_width=max(first.passing_width, then.passing_width),
         least_passing=max(first.least_passing, then.least_passing),
         reads_back=first.reads_back or then.reads_back,
+        turns=first.turns or then.turns,
     )
 
 

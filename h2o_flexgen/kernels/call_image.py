@@ -20,6 +20,7 @@ from h2o_flexgen.kernels.raw_memory import address_of
 
 WORD = 8
 Words: TypeAlias = "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]"
+Numbers: TypeAlias = "numpy.ndarray[tuple[int], numpy.dtype[numpy.int32]]"  # half as large: images may have many thousands
 
 
 class _Call(ctypes.Structure):
@@ -50,7 +51,7 @@ class NotedCall(NamedTuple):
 
     @property
     def told(self) -> Iterator[ctypes.Structure | ctypes.Array[ctypes.Structure]]:
-        """What the kernel reads besides the memory of tensors."""
+        """What the kernel reads besides the memory of tensors. Nothing else of the call stays."""
         kept = getattr(self.given, "kept", ())
         yield from (self.given, *(kept if isinstance(kept, tuple) else (kept,)))
 
@@ -100,9 +101,13 @@ def _address_of_text(text: bytes) -> int:
 @dataclass(frozen=True, eq=False)
 class CallImage:
     words: Words  # the calls, and behind them what they are told
-    pointers: Words  # which of the words are addresses
+    pointers: Numbers  # of the words that are addresses
     count: int  # calls
-    kept: object = None  # what must stay as long as the image
+    kept: object = None  # what must stay as long as the image: texts, and other images; not the calls, of which it has copies
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.pointers.nbytes
 
     @classmethod
     def of(cls, calls: Sequence[NotedCall]) -> CallImage:
@@ -116,7 +121,8 @@ class CallImage:
         words = numpy.zeros(size, numpy.int64)
         for address, part in parts.items():
             ctypes.memmove(words.ctypes.data + places[address] * WORD, address, ctypes.sizeof(part))
-        image = cls(words, numpy.array(pointers, numpy.int64), len(calls), calls)
+        places_in_model = tuple({id(call.place): call.place for call in calls}.values())
+        image = cls(words, numpy.array(pointers, numpy.int32), len(calls), places_in_model)
         here = image.address
         image._exchange(Moves((at, ctypes.sizeof(part), here + places[at] * WORD) for at, part in parts.items()))
         return image
@@ -125,7 +131,7 @@ class CallImage:
     def joined(cls, images: Sequence[CallImage]) -> CallImage:
         """All calls one after the other; what they are told stays where it is."""
         words = numpy.concatenate([image.words[: image.count * CALL_WORDS] for image in images])
-        return cls(words, numpy.array([], numpy.int64), sum(image.count for image in images), images)
+        return cls(words, numpy.array([], numpy.int32), sum(image.count for image in images), images)
 
     @property
     def address(self) -> int:

@@ -82,6 +82,11 @@ class Program:
         self.place = place
         self._kept = kept
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its calls, without the values that it keeps."""
+        return sum(piece.nbytes for piece in self.pieces if isinstance(piece, CallImage))
+
     def __call__(self) -> None:
         with self.room.in_use:
             for piece in self.pieces:

@@ -117,6 +117,7 @@ def _arranged(values: Tensor, runs: Runs, in_pairs: bool) -> Arranged:
     columns = -(-rows.shape[1] // PIECE) * PIECE
     out = torch.empty(len(rows), columns)
     given = _Arranging(pointer(rows), pointer(out), own, len(own), rows.shape[1], columns, KINDS[rows.dtype], in_pairs)
+    given.kept = own
     run("arrange_dots", given, torch.get_num_threads())
     return Arranged(out, columns, places)
 
@@ -128,6 +129,7 @@ class _Arranging(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("count", "inputs", "columns")),
         *((name, ctypes.c_int) for name in ("kind", "in_pairs")),
     )
+    kept: object  # what it points to
 
 
 _in_order, _in_pairs = partial(_arranged, in_pairs=False), partial(_arranged, in_pairs=True)

@@ -178,6 +178,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         passing_width=max(part.passing_width for part in parts),
         least_passing=max(part.least_passing for part in parts),
         reads_back=any(part.reads_back for part in parts),
+        turns=next((part.turns for part in parts if part.turns is not None), None),
     )
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, LayerSpec
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, ExpertTurns, LayerSpec
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.native import RECORDER
@@ -176,7 +177,8 @@ class MixtureOfExperts(Decoder):
         visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
         belongs = tuple((name, number) for number, its in experts.items() for name in its)
         made = replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing)
-        return replace(made, reads_back=True, least_passing=FEW_ROWS, overwrites=not (is_first or is_last))
+        made = replace(made, reads_back=True, least_passing=FEW_ROWS, overwrites=not (is_first or is_last))
+        return replace(made, turns=_turns(len(own), mixture.chosen))
 
     def expert(self, number: int, width: int) -> layout.Parameters:
         mixture = self._mixture
@@ -256,10 +258,27 @@ class MixtureOfExperts(Decoder):
         out = joined if overwrites else joined.clone(memory_format=torch.contiguous_format)
         state = self._state(out.flatten(0, -2))
         own = next(own for own in self._slices if f"{self._names[own.start].down}.weight" in weights)
-        for asked in map(self.as_given, self._asked(state, own, weights)):
-            made = self.made_by(asked, weights)
-            add_weighted(state.total, made, asked.weights, asked.tokens, asked.counts)
+        asked: ExpertGroup | None = None
+        for asked in self._asked(state, own, weights):
+            self._add(state, asked, weights)
+        recorder, tokens = RECORDER.get(), len(state.experts)
+        turns = _turns(len(own), self._mixture.chosen)
+        if recorder is not None and asked is not None and turns.most(tokens) > turns.recorded(tokens):
+            assert isinstance(asked.counts, CountedRows)
+            recorder.by_torch(partial(self._do_later_turns, own, weights), (asked.counts.begins,), out.flatten(0, -2))
         return out
+
+    def _add(self, state: Routed, asked: ExpertGroup, weights: Weights) -> None:
+        given = self.as_given(asked)
+        add_weighted(state.total, self.made_by(given, weights), given.weights, given.tokens, given.counts)
+
+    def _do_later_turns(self, own: range, weights: Weights, out: Tensor, begins: Tensor) -> None:
+        """Does what the turns of a recorded step have left, which is seldom anything."""
+        if begins[-1].item():
+            state = self._state(out)
+            first = _turns(len(own), self._mixture.chosen).recorded(len(state.experts))
+            for asked in _asked(state, own, first):
+                self._add(state, asked, weights)
 
     def _asked(self, state: Routed, own: range, weights: Weights) -> Iterator[ExpertGroup]:
         """What these experts are asked. Of few tokens nothing waits for what the router has chosen, where kernels can do so."""
@@ -313,14 +332,13 @@ class ExpertGroup(NamedTuple):
     tokens: Tensor  # (rows,): of which token it is
 
 
-def _asked(state: Routed, own: range) -> Iterator[ExpertGroup]:
-    """Some of these experts after the other: as many as have hardly more tokens together than there are, or one of them."""
-    tokens = len(state.experts)
-    most = tokens * min(state.experts.shape[1], len(own))  # rows that these experts can have together
-    together = max(tokens, min(most, max(FEW_ROWS, int(MOST_TOGETHER * tokens))))
-    for turn in range(_most_turns(most, together, len(own))):
-        gathered = gather_chosen(state.chosen, state.normed, own, together, turn)
-        if RECORDER.get() is not None:  # nothing is computed yet, and counts are those of any step
+def _asked(state: Routed, own: range, first: int = 0) -> Iterator[ExpertGroup]:
+    """Some of these experts after the other, from a turn on. A recorded step has the first turns."""
+    tokens, turns = len(state.experts), _turns(len(own), state.experts.shape[1])
+    is_recorded = RECORDER.get() is not None
+    for turn in range(first, turns.recorded(tokens) if is_recorded else turns.most(tokens)):
+        gathered = gather_chosen(state.chosen, state.normed, own, turns.rows(tokens), turn)
+        if is_recorded:  # nothing is computed yet, and counts are those of any step
             yield ExpertGroup(own, CountedRows(gathered.begins, len(own), tokens), gathered.rows, gathered.weights, gathered.to)
             continue
         *begins, there, left = gathered.begins.tolist()
@@ -332,6 +350,5 @@ def _asked(state: Routed, own: range) -> Iterator[ExpertGroup]:
             break
 
 
-def _most_turns(most: int, together: int, experts: int) -> int:
-    """Any turn and the one behind it have more rows than fit into one."""
-    return min(experts, 2 * ((most - 1) // together) + 1)
+def _turns(experts: int, chosen: int) -> ExpertTurns:
+    return ExpertTurns(experts, chosen, MOST_TOGETHER, FEW_ROWS)

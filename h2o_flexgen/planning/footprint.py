@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from h2o_flexgen.core.buffer_layout import (
+    CHUNK_BYTES,
     GATHERERS,
     READERS,
     Arena,
@@ -39,6 +40,9 @@ from h2o_flexgen.schedule.schedule import Schedule
 
 WEIGHTS = "weights"  # the part that holds weights at rest
 SHARED = ("activations", "loading", "drafts")  # parts that are there once, however many devices compute
+# of Python's objects: what is known of a tensor, a view of it, and a piece of a file that is read to it
+KNOWN_BYTES, VIEW_BYTES, PIECE_BYTES = 500, 600, 1050
+FEW_PLACES = 4 << 20  # of them count as the process's own
 LOOKED_UP_BYTES = 440  # of Python's dicts for each token of a text in which guesses are looked up: the most that was measured
 Parts = dict[str, dict[str, int]]  # tier -> what it holds -> bytes
 
@@ -106,6 +110,8 @@ def _parts(planned: BlockPlan, whole: BlockPlan, site: Site, scored_at_once: int
     if guesses := sum(guesses_bytes(planned, place) for place in _guessing(whole)):
         parts[compute]["guesses"] = guesses
     parts[HOST]["disk buffers"] = _disk_buffers(planned, site)
+    if places := _place_bytes(planned):
+        parts[HOST]["places of weights"] = places
     return {tier: dict(held) for tier, held in parts.items()}
 
 
@@ -121,6 +127,37 @@ def _add_weights(parts: Parts, planned: BlockPlan, compute: str, written: bool) 
         parts[HOST]["weight buffers"] += schedule.weight_buffers * _worked_out(largest_read, planned, DISK)
     if schedule.traffic.accelerator:
         parts[DEVICE]["weight buffers"] += schedule.weight_buffers * _worked_out(_largest_layer, planned, DISK, HOST)
+
+
+def _place_bytes(planned: BlockPlan) -> int:
+    """Bytes of Python's objects that say where tensors lie: in the model, and in each buffer that they meet, with what is read
+    to it. Those of a model without experts are few."""
+    views, pieces = views_and_pieces(planned)
+    held = KNOWN_BYTES * len(planned.spec.tensors) + VIEW_BYTES * views + PIECE_BYTES * pieces
+    return max(0, held - FEW_PLACES)
+
+
+def views_and_pieces(planned: BlockPlan) -> tuple[int, int]:
+    """Of tensors, as many as a block keeps at most: in each buffer that a layer meets."""
+    schedule, traffic = planned.schedule, planned.schedule.traffic
+    met = schedule.ways(any(map(traffic.moves_weights, range(traffic.layers))), False, traffic.batches)
+    pieces = _worked_out(_read_pieces, planned, DISK) + _cuts(schedule) * traffic.layers
+    return met * _worked_out(_viewed, planned), met * pieces
+
+
+def _cuts(schedule: Schedule) -> int:
+    """Pieces of a layer that come of cutting it for each batch."""
+    return schedule.slices - 1
+
+
+def _viewed(planned: BlockPlan) -> int:
+    return sum(len(layer.tensors) for form in planned.spec.forms for layer in form.layers)
+
+
+def _read_pieces(planned: BlockPlan, tier: str) -> int:
+    placed = planned.placement.weights
+    layers = (layer for form in planned.spec.forms for layer in form.layers)
+    return sum(1 + one.nbytes // CHUNK_BYTES for layer in layers for one in layer.stored if placed[one.name] == tier)
 
 
 def _worked_out(function: Callable[..., int], planned: BlockPlan, *tiers: str) -> int:

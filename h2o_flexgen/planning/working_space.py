@@ -38,6 +38,8 @@ from h2o_flexgen.formats.kernel_table import (
     SELECTIVE_SCAN,
     SHARED_ATTENTION,
     TORCH,
+    choose,
+    kernels_of,
 )
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -63,6 +65,8 @@ AHEAD_TOGETHER = 8  # tokens of a row behind its newest that are attended in one
 BROUGHT = 3  # times the values of a key, of two values of a head, and of what a token has to do with others of its chunk
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
 RECORDED_BYTES = 16 << 10  # of the calls of a layer and batch on a CPU, and of what they are given
+EXPERT_TENSOR_BYTES = 1 << 10  # the same where torch multiplies: a tensor for each
+EXPERT_CALL_BYTES = 256  # alike, of a matrix of an expert in a turn: at most 236 were measured
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
 DEVICE_LIBRARIES = 128 << 20
@@ -123,7 +127,8 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int, gue
     has_graphs = plan.may_capture(site.graph_bytes) if site.accelerator else plan.may_record and site.processor.build != TORCH
     if has_graphs:
         of_graphs = max(graph_bytes(planned.kv, at, plan, site, guesses) for at in kinds.values())
-        of_graphs += (site.graph_bytes or GRAPH_BYTES if site.accelerator else RECORDED_BYTES) * graph_count(planned, guesses)
+        of_graphs += graph_count(planned, guesses) * (site.graph_bytes or GRAPH_BYTES if site.accelerator else RECORDED_BYTES)
+        of_graphs += 0 if site.accelerator else calls_of_experts(planned, site, guesses)
         is_beside_prompts = site.accelerator or guesses or not planned.reads_prompts_first
         steps = most if is_beside_prompts else max(step_bytes(planned.kv, at, plan, site, moves[at]) for at in kinds.values())
         most = max(most, steps + of_graphs)
@@ -134,13 +139,36 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int, gue
 def graph_count(planned: BlockPlan, guesses: bool = False) -> int:
     """Graphs of a block: for each layer and batch as many as there are buffers through which weights, KV or states come. They
     change their buffers in step. A row by itself has others for its guesses."""
+    return planned.schedule.traffic.layers * _graphs_of_a_layer(planned, guesses)
+
+
+def _graphs_of_a_layer(planned: BlockPlan, guesses: bool) -> int:
     schedule, traffic = planned.schedule, planned.schedule.traffic
     moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
     of_rows = any(traffic.moves_kv(*place) for place in traffic.kv)
     of_rows = of_rows or any(traffic.moves_state(*place) for place in traffic.state)
-    buffers = max(schedule.weight_buffers if moves_weights else 1, schedule.buffers if of_rows else 1)
     ways = 1 + len(GUESSED_AT_ONCE) if guesses and not traffic.accelerator else 1
-    return traffic.layers * traffic.batches * buffers * ways
+    return traffic.batches * schedule.ways(moves_weights, of_rows) * ways
+
+
+def calls_of_experts(planned: BlockPlan, site: Site, guesses: bool = False) -> int:
+    """Bytes of recorded calls beside the usual ones: in each turn, each kernel is told of every matrix of every expert."""
+    spec = planned.spec
+    if not spec.turns:
+        return 0
+    tokens = max(batch.size for batch in planned.block.batches)
+    tokens = max(tokens, 1 + GUESSED_AT_ONCE[-1]) if guesses else tokens
+    turns = sum(turns.recorded(tokens) * matrices * count for (turns, matrices), count in spec.turns.items())
+    formats = {*spec.formats} - {PLAIN} or {PLAIN}
+    kernels = max(_kernels_up_to(tokens, spec, format, site) for format in formats)
+    of_call = EXPERT_TENSOR_BYTES if PLAIN in formats else EXPERT_CALL_BYTES
+    return of_call * turns * kernels * _graphs_of_a_layer(planned, guesses)
+
+
+def _kernels_up_to(rows: int, spec: ModelSpec, format: str, site: Site) -> int:
+    """Kernels that multiply up to so many rows with matrices of a format."""
+    bounds = {min(kernel.most_rows, rows) for kernel in kernels_of(spec.product, format)} | {rows}
+    return len({choose(spec.product, format, spec.dtype, site.processor.runs, bound) for bound in bounds})
 
 
 def loading_bytes(tensor: TensorSpec) -> int:
@@ -206,6 +234,8 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, guesses: bool =
         return decode
     rows = max(kv.block.batches[number].size, 1 + GUESSED_AT_ONCE[-1] if guesses else 1)
     passing = max(width * max(rows, least) for width, least in spec.passing_widths) * spec.itemsize
+    if any(turns.most(rows) > turns.recorded(rows) for turns, _ in spec.turns):
+        passing *= 2  # what is left behind the recorded turns is computed beside their room
     heads = 4 * _values_of_heads(spec) * FLOAT_BYTES
     return ROOM_CHUNK + decode + rows * (_normed_bytes(spec) + heads) + passing
 

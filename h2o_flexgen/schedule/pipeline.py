@@ -111,6 +111,10 @@ class Pipeline(Schedule):
         layer, place = divmod(rest - group.start * len(layers), len(group))
         return Visit(step, layers.start + layer, group.start + place)
 
+    def ways(self, of_weights: bool, of_rows: bool, batches: int = 1) -> int:
+        """The most there can be: devices have different numbers of layers."""
+        return (self.weight_buffers if of_weights else 1) * (self.buffers if of_rows else 1)
+
     def weight_number(self, step: int, layer: int, batch: int) -> int:
         layers = self.ranges[self.traffic.lanes.device(layer)]
         return (step * len(self.groups) + self._group_of[batch]) * len(layers) + layer - layers.start

@@ -114,6 +114,14 @@ class Schedule(ABC):
     def weight_buffer(self, visit: Visit) -> int:
         return self.weight_number(*visit) % self.weight_buffers
 
+    def ways(self, of_weights: bool, of_rows: bool, batches: int = 1) -> int:
+        """In how many ways the buffers of a layer, and of the first batches, come to each other: those of weights, of KV and
+        states, or pairs of both. A layer meets the others of a ring only where their number and that of layers have no common
+        divisor."""
+        steps = range(min(self.traffic.steps, self.weight_buffers * self.buffers))
+        visits = (Visit(step, 0, batch) for step in steps for batch in range(min(batches, self.traffic.batches)))
+        return len({(of_weights and self.weight_buffer(visit), of_rows and self.buffer(visit)) for visit in visits})
+
     def touches(self, task: Task | Key) -> list[Touch]:
         """The buffers that a task works in. A buffer has one user at a time: that is what `check` proves."""
         visit, touched = Visit(*task[1:4]), []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,11 +13,13 @@ from torch import Tensor
 
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.call_image import Moves, extent, pointer_words
+from h2o_flexgen.kernels.call_image import CallImage, Moves, extent, pointer_words
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.products import plain_product
-from h2o_flexgen.kernels.recording import CallRecording, Program, enter
+from h2o_flexgen.kernels.recording import CallRecording, Program, _note_of, enter
+from h2o_flexgen.kernels.stored_product import stored_dots
 from h2o_flexgen.kernels.working_room import WorkingRoom
+from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="there are no kernels in C")
@@ -75,6 +79,29 @@ def test_a_chain_of_moved_programs_runs_as_one() -> None:
     Program.timed(programs, moments)()
     assert all(torch.equal(own[3], layer(*own[:3])) for own in all_memory)
     assert moments.tolist() == sorted(moments.tolist()) and moments[0] > 0
+
+
+def test_an_image_keeps_no_call_that_it_was_made_of() -> None:
+    """What calls of thousands of experts are told would be there twice."""
+    moment = torch.zeros(1, dtype=torch.long)
+    call = _note_of(moment[0])
+    told, image = weakref.ref(call.given), CallImage.of([call])
+    del call
+    gc.collect()
+    assert told() is None
+    image()
+    assert moment.item() > 0
+
+
+def test_what_an_arranging_points_to_is_part_of_its_image() -> None:
+    """Runs of rows that are known while it is recorded, for dot products with a stored form."""
+    room, x, out = WorkingRoom(), torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    data = random_matrix(FORMATS["q4_0"], WIDTH, WIDTH)
+    program = CallRecording.of(lambda: out.copy_(stored_dots(FORMATS["q4_0"], Factor(x), data, WIDTH, None)), room)
+    gc.collect()
+    junk = [(ctypes.c_long * 2)(-1, -1) for _ in range(1000)]  # takes the place of what is gone
+    program()
+    assert torch.equal(out, stored_dots(FORMATS["q4_0"], Factor(x), data, WIDTH, None)) and junk
 
 
 def _with_another_number(x: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
 from h2o_flexgen.models.row_states import RowStates
-from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.footprint import Footprint, views_and_pieces
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.placement import HeldKV, place_weights
 from h2o_flexgen.planning.plan import DRAFTS, OFF, PINNED, PREFIX_POLICIES, STATE_DTYPES, Plan
@@ -91,7 +91,7 @@ MIXTURES = (
     "deepseek-v3",
 )  # one of each architecture with experts
 SEEDS = [(seed, ("cpu", "pretended")[seed % 2]) for seed in range(10)]
-NOT_IN_ARENAS = ("working space", "disk buffers", "loading", "libraries")
+NOT_IN_ARENAS = ("working space", "disk buffers", "loading", "libraries", "places of weights")
 PAGE = 4096
 
 
@@ -124,6 +124,21 @@ def arena_parts(footprint: Footprint, tier: str, accelerator: bool) -> dict[str,
     if tier == (DEVICE if accelerator else HOST):
         parts.pop("activations", None)
     return parts
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 40, 100, 0, 100, 0), (0, 0, 0, 100, 0, 100)])
+def test_no_more_places_of_weights_are_kept_than_are_counted(
+    percent: tuple[float, ...], schedule: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("olmoe", percent, (5, 9, 2, 7), 7, gpu_batch_size=2, num_gpu_batches=2, buffers=4, schedule=schedule)
+    with case.open(checkpoints, offload) as llm:
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        assert llm.stats is not None and llm.loaded._engine is not None
+        views, pieces = views_and_pieces(llm.stats.last_block.planned)
+        (store,) = llm.loaded._engine._weights
+        kept = sum(map(len, store._views.values())), sum(len(cut) for each in store._pieces.values() for _, cut in each)
+    assert views / 4 <= kept[0] <= views and kept[1] <= pieces and (kept[1] > 0) == (percent[1] < 100 > percent[0])
 
 
 def held_by(llm: LLM) -> dict[str, int]:

@@ -252,7 +252,7 @@ class WeightStore:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.of])
 
     def _layer_place(self, visit: Visit) -> LayerPlace:
-        return LayerPlace(self._pass_of(visit), self._schedule.weight_buffer(visit))
+        return LayerPlace(self._pass_of(visit), self.buffer(visit))
 
     def views(self, visit: Visit) -> Weights:
         """The layer's weights by local name, where they lie. Packed matrices are decoded into a buffer, once per pass over the
