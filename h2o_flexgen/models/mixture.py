@@ -273,7 +273,7 @@ class MixtureOfExperts(Decoder):
         add_weighted(state.total, self.made_by(given, weights), given.weights, given.tokens, given.counts)
 
     def _do_later_turns(self, own: range, weights: Weights, out: Tensor, begins: Tensor) -> None:
-        """Does what the turns of a recorded step have left, which is seldom anything."""
+        """Computes what the turns of a recorded step have left, which is seldom anything."""
         if begins[-1].item():
             state = self._state(out)
             first = _turns(len(own), self._mixture.chosen).recorded(len(state.experts))

@@ -138,7 +138,7 @@ def _place_bytes(planned: BlockPlan) -> int:
 
 
 def views_and_pieces(planned: BlockPlan) -> tuple[int, int]:
-    """Of tensors, as many as a block keeps at most: in each buffer that a layer meets."""
+    """Views and pieces of tensors, as many as a block keeps at most: in each buffer that a layer meets."""
     schedule, traffic = planned.schedule, planned.schedule.traffic
     met = schedule.ways(any(map(traffic.moves_weights, range(traffic.layers))), False, traffic.batches)
     pieces = _worked_out(_read_pieces, planned, DISK) + _cuts(schedule) * traffic.layers

@@ -115,7 +115,7 @@ class Schedule(ABC):
         return self.weight_number(*visit) % self.weight_buffers
 
     def ways(self, of_weights: bool, of_rows: bool, batches: int = 1) -> int:
-        """In how many ways the buffers of a layer, and of the first batches, come to each other: those of weights, of KV and
+        """The number of ways in which the buffers of a layer, and of the first batches, meet: those of weights, of KV and
         states, or pairs of both. A layer meets the others of a ring only where their number and that of layers have no common
         divisor."""
         steps = range(min(self.traffic.steps, self.weight_buffers * self.buffers))
