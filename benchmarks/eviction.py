@@ -160,7 +160,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="facebook/opt-1.3b", help="a model on this machine, or one with known shapes")
     add("--policies", "--policy", nargs="+", default=["h2o"])
-    shared = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
+    shared = f"{EQUAL}: equal budgets of all heads; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
     add("--head-budgets", nargs="+", default=[EQUAL], metavar=f"{EQUAL}|{OWN}|FILE", help=f"{shared}; several are compared")
     add("--probe", metavar=f"{OWN}|FILE", help="kvzap: what tokens are worth is said by this file")
     add("--budgets", type=float, nargs="+", default=[0.5, 0.2, 0.1], help="shares of prompt and generation that are kept")

@@ -137,7 +137,7 @@ class LLM:
         has every task; otherwise it has those of some steps, as timing on a GPU is not free. `plan_options` are those of
         Plan.create: gpu_batch_size, buffers, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may also be
         the path of a file, or "own", the file beside the model. Without head_budgets those that are known of the model are
-        taken, or measured once if that is quick; "equal" has all heads keep as much. `adapter`: the folder of a LoRA that is
+        taken, or measured once if that is quick; "equal" has equal budgets. `adapter`: the folder of a LoRA that is
         merged, or several; "=0.5" behind one is its weight. `lora`: the folders or GGUF files of adapters that requests ask for
         by their names. `prefix_dir`: where prefixes that requests share outlive the process. Arguments of vLLM and
         llama-cpp-python that change nothing here are accepted."""

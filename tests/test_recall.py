@@ -234,11 +234,11 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
 @pytest.mark.parametrize(
     ("options", "percent", "said"),
     [
-        ({"kind": "deepseek-v3"}, None, "with keys that have their values in them; take another model"),
-        ({"kind": "bloom"}, None, "with keys that say where they stand; take another model"),
-        ({"kind": "falcon-h1"}, None, "with attention beside a scan; take another model"),
-        ({"kind": "mistral-near"}, None, "with windows in all layers, which are read whole; take another model"),
-        ({"device": "pretended"}, None, "with an accelerator; compute on the CPU"),
+        ({"kind": "deepseek-v3"}, None, "with latent attention (MLA); leave kv_recall out"),
+        ({"kind": "bloom"}, None, "with ALiBi; leave kv_recall out"),
+        ({"kind": "falcon-h1"}, None, "with attention beside a scan; leave kv_recall out"),
+        ({"kind": "mistral-near"}, None, "with a window in every layer; leave kv_recall out"),
+        ({"device": "pretended"}, None, "with a GPU; compute on the CPU"),
         ({"policy": KEEPING_SOME}, (100, 0, 50, 0, 100, 0), "with kv_policy 'h2o' and KV on disk; keep all KV in memory"),
     ],
 )

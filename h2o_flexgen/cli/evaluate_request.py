@@ -382,7 +382,7 @@ def _add_grid(group: Group) -> None:
     group.value("--weight-bits", "BITS", f"that matrices take: {several}", default=AS_IT_IS)
     products = f"how packed weights are multiplied: one or more of {'|'.join(PRODUCTS)}, with commas"
     group.value("--compute", "NAMES", products, default=Plan.compute)
-    by_head = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
+    by_head = f"{EQUAL}: equal budgets of all heads; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
     group.value("--head-budgets", "NAMES", f"{by_head}; with a comma both are compared", default=EQUAL)
     group.option(PLAN["probe"])
     recalled = "beside policies: everything is kept, and a decode step attends each of the budgets of it (`run --kv-recall`)"

@@ -125,7 +125,7 @@ class Plan:
         None,
         TierShares(),
         "GPU,CPU",
-        "of hybrid models, per cent of the states of rows on GPU and in CPU memory; the rest is on disk (default: as of KV)",
+        "of models with states, per cent of these on GPU and in CPU memory; the rest is on disk (default: as of KV)",
     )
     prefill_tokens: int = option(
         1024,
@@ -166,8 +166,8 @@ class Plan:
         FLOAT32,
         Choice(STATE_DTYPES),
         "",
-        f"of hybrid models, what the states of rows are kept in; {BFLOAT16}: half the memory and half the bytes that move, and "
-        "each decode step rounds them; prompts are read without",
+        f"of models with states that are matrices, what these are kept in; {BFLOAT16}: half the memory and half the bytes that "
+        "move; each decode step rounds them, and those of a prompt are rounded once, at its end",
     )
     compute: str = option(  # a model without packed weights refuses INT8
         EXACT,
@@ -215,8 +215,8 @@ class Plan:
         None,
         Instance(HeadBudgets, "HeadBudgets: read_head_budgets reads a file, and so does LLM"),
         f"FILE|{OWN}|{EQUAL}|{AUTO}",
-        f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model; {EQUAL}: all keep "
-        f"as much; {AUTO}: {OWN}, or what is kept of the model, measured once if that is quick (default: {AUTO})",
+        f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model; {EQUAL}: equal "
+        f"budgets; {AUTO}: {OWN}, or what is kept of the model, measured once if that is quick (default: {AUTO})",
     )
     probe: Probe | None = option(
         None,
@@ -286,23 +286,25 @@ class Plan:
         if not is_asked:
             raise ValueError(f"kv_policy {self.kv_policy!r} asks no probe; leave probe out")
 
-    def refuse_to_recall(self, what: str, instead: str) -> None:
+    def refuse_to_recall(self, what: str, instead: str = "") -> None:
         """Refuses what is not done yet where decode steps choose what they attend."""
         if self.policy.recall != ALL:
-            raise ValueError(f"kv_recall {self.policy.recall:g} cannot be had with {what}; {instead}, or leave kv_recall out")
+            first = f"{instead}, or " if instead else ""
+            raise ValueError(f"kv_recall {self.policy.recall:g} cannot be had with {what}; {first}leave kv_recall out")
 
     def refuse_recall(self, spec: ModelSpec, site: Site) -> None:
         """Refuses models and machines for which that is not done yet."""
+        if site.accelerator:
+            self.refuse_to_recall("a GPU", "compute on the CPU (device 'cpu')")
         lacks = {
-            "an accelerator": site.accelerator and "compute on the CPU (device 'cpu')",
-            "keys that have their values in them": any(own.values_in_keys for own in spec.of_heads) and "take another model",
-            "keys that say where they stand": any(own.position_values for own in spec.of_heads) and "take another model",
-            "attention beside a scan": any(one.has_kv and one.states for one in spec.unlike_layers) and "take another model",
-            "windows in all layers, which are read whole": all(spec.windows) and "take another model",
+            "latent attention (MLA)": any(own.values_in_keys for own in spec.of_heads),
+            "ALiBi": any(own.position_values for own in spec.of_heads),
+            "attention beside a scan": any(one.has_kv and one.states for one in spec.unlike_layers),
+            "a window in every layer": all(spec.windows),
         }
-        for what, instead in lacks.items():
-            if instead:
-                self.refuse_to_recall(what, instead)
+        for what, is_there in lacks.items():
+            if is_there:
+                self.refuse_to_recall(what)
 
     def _refuse_what_a_pipeline_cannot(self) -> None:
         if self.pipeline == 1:

@@ -80,10 +80,14 @@ class HeadBudgets:
         return _between(known, budget)
 
 
-def can_be_measured(spec: ModelSpec) -> bool:
-    """Whether calibration takes such a model."""
-    has_like_heads = len({own.kv_heads for own in spec.of_heads}) == 1
-    return has_like_heads and not spec.state_layers and spec.attention_cap is None
+def why_unmeasured(spec: ModelSpec) -> str:
+    """Why calibration does not take such a model; nothing where it does."""
+    lacks = {
+        "KV heads of another number in some layers": len({own.kv_heads for own in spec.of_heads}) != 1,
+        "states": bool(spec.state_layers),
+        "a cap on scores": spec.attention_cap is not None,
+    }
+    return next((f"calibrate does not read models with {what}" for what, is_there in lacks.items() if is_there), "")
 
 
 def shape_of(shares: Sequence[ByHead]) -> tuple[int, int]:
@@ -119,7 +123,7 @@ def _between(known: Mapping[float, ByHead], budget: float) -> ByHead:
 
 FILE = "head_budgets.json"  # its name where it lies beside the model that it was measured on
 OWN = "own"  # the word for that file
-EQUAL = "equal"  # the word for heads that all keep as much
+EQUAL = "equal"  # the word for equal budgets of all heads
 PARTS = ("model", "source", "layers", "kv_heads", "budgets", "shares")
 
 

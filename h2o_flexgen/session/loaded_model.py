@@ -175,7 +175,7 @@ class LoadedModel:
         try:
             if self._copies_for(source):
                 copied = f"weights are copied: {CALIBRATE} --model {asked.source}"
-                say(f"heads     all keep as much: to measure what each needs, {copied}")
+                say(f"heads     equal budgets: to measure what each needs, {copied}")
                 return
             model = replace(self.reading, model=self.opened.model(plan), source=source)
             found = HeadMeasuring(asked.source, self.tokenizer, self.stages, say).budgets(model)

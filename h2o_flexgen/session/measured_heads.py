@@ -17,7 +17,7 @@ from h2o_flexgen.calibration.text_reading import ReadModel
 from h2o_flexgen.checkpoints.kept_measurements import CALIBRATE, HEAD_BUDGETS, kept_file
 from h2o_flexgen.engine.reports import Stage, Stages
 from h2o_flexgen.memory.shortage import shortage_of
-from h2o_flexgen.policies.head_budgets import EQUAL, HeadBudgets, can_be_measured, write_head_budgets
+from h2o_flexgen.policies.head_budgets import EQUAL, HeadBudgets, why_unmeasured, write_head_budgets
 from h2o_flexgen.text.measured_texts import USUAL_TEXTS, USUAL_TOKENS, Text, checksum, described, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
 
@@ -43,21 +43,22 @@ class HeadMeasuring:
     most_seconds: float = MOST_SECONDS
 
     def budgets(self, model: ReadModel) -> HeadBudgets | None:
-        """The head budgets, kept for later runs. None, with a line that says why: all heads are to keep as much."""
+        """The head budgets, kept for later runs. None: all heads are to have equal budgets. A line says why, but for models
+        and tokenizers that cannot read the texts."""
         place, tokens = kept_file(self.source, HEAD_BUDGETS), min(USUAL_TOKENS, model.spec.seen_positions // 2)
-        if place is None or tokens < FEWEST_TOKENS or not can_be_measured(model.spec) or not self.tokenizer.reads_texts:
+        if place is None or tokens < FEWEST_TOKENS or why_unmeasured(model.spec) or not self.tokenizer.reads_texts:
             return None
         try:
             _refuse_unwritable(place.parent)
             found = self._measured(model, tokens)
         except TakesTooLong as given_up:
             once = f"{_time(given_up.seconds)} to measure, once: {CALIBRATE} --model {self.source}"
-            self.say(f"heads     all keep as much: what each needs takes {once}")
+            self.say(f"heads     equal budgets: what each needs takes {once}")
             return None
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and shortage_of(error) is None:
                 raise
-            self.say(f"heads     all keep as much, since what each needs cannot be measured: {_line(error)}")
+            self.say(f"heads     equal budgets, since what each needs cannot be measured: {_line(error)}")
             return None
         self._keep(found, place)
         return found

@@ -243,7 +243,7 @@ def probe_of(given: object, model: str) -> Probe:
 
 
 def head_budgets_of(given: object, model: str) -> HeadBudgets | None:
-    """Head budgets themselves, those of a file, or those that lie beside the model. None: all heads keep as much, unless those
+    """Head budgets themselves, those of a file, or those that lie beside the model. None: equal budgets, unless those
     that are known are to be taken (`with_known_heads`)."""
     if isinstance(given, HeadBudgets):
         return given

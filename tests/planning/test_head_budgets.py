@@ -95,10 +95,18 @@ def test_what_all_heads_keep_is_the_budget() -> None:
         ({"sinks": 4}, "h2o with these options needs some tokens in every head"),
     ],
 )
-def test_why_heads_keep_as_much_is_said(options: dict[str, object], why: str) -> None:
+def test_why_budgets_are_equal_is_said(options: dict[str, object], why: str) -> None:
     plan = Plan.create(kv_policy="h2o", **options)
     kept = KeptByPolicy(WorkloadPlan(tiny_spec(), plan, Workload((40,), 10), Site()), "a-model")
-    assert f"heads     all keep as much: {why}" in lines_of(kept.entries())
+    assert f"heads     equal budgets: {why}" in lines_of(kept.entries())
+
+
+def test_a_model_that_calibration_does_not_read_has_equal_budgets_with_the_reason() -> None:
+    plan, workload = Plan.create(kv_policy="h2o", kv_budget=0.2), Workload((40,), 10)
+    kept = KeptByPolicy(WorkloadPlan(replace(tiny_spec(), attention_cap=50.0), plan, workload, Site()), "a-model")
+    assert "heads     equal budgets: calibrate does not read models with a cap on scores" in lines_of(kept.entries())
+    kept = KeptByPolicy(WorkloadPlan(tiny_spec(), Plan(), workload, Site()), "a-model")
+    assert not [line for line in lines_of(kept.entries()) if line.startswith("heads")]
 
 
 def test_each_level_of_a_layer_is_one_more_attention() -> None:

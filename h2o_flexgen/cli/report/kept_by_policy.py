@@ -16,7 +16,7 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.head_budgets import HeadBudgets, can_be_measured
+from h2o_flexgen.policies.head_budgets import HeadBudgets, why_unmeasured
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import ALL, attended
@@ -44,10 +44,9 @@ class KeptByPolicy:
         yield entry("KV", f"{self._line()}{packed}{beside}", kept=self._values())
         if plan.head_budgets is not None:
             yield entry("heads", f"budgets by head: {self._by_head()}; {measured_on(plan.head_budgets)}")
-        elif self.source and plan.suits_any_head_budgets and can_be_measured(self.planned.spec):
-            yield entry("heads", f"all keep as much; {_how_to_differ(plan, self.source)}")
-        elif self.source and (why := plan.why_heads_are_alike):
-            yield entry("heads", f"all keep as much: {why}")
+        elif self.source and not plan.policy.keeps_all:
+            why = plan.why_heads_are_alike or _how_to_differ(self.planned, self.source)
+            yield entry("heads", f"equal budgets: {why}")
         if self.source and not plan.policy.keeps_all:
             yield facts_kept(plan, self.source)
         if plan.probe is not None:
@@ -183,9 +182,12 @@ class KeptByPolicy:
         return policy.occupancy(block.batches[0], block.gen_len).capacity
 
 
-def _how_to_differ(plan: Plan, source: str) -> str:
-    if with_known_heads(plan, source).head_budgets is not None:
+def _how_to_differ(planned: WorkloadPlan, source: str) -> str:
+    """What would give heads budgets of their own, or why nothing does."""
+    if with_known_heads(planned.plan, source).head_budgets is not None:
         return "what each needs is known, and --head-budgets auto goes by it"
+    if why := why_unmeasured(planned.spec):
+        return why
     other, advice = heads_of_another(source), f"what each needs is measured once by: {PROGRAM} --model {source}"
     return advice if other is None else f"{other.file} is of a model of another shape, {other.model}; {advice}"
 

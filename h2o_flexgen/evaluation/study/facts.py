@@ -221,7 +221,7 @@ def study_facts(
     on_layer: OnLayer | None = None,
 ) -> FactsStudy:
     """Studies facts in prose; each policy keeps the share `budget` of each text, shared out among heads in each way of `heads`
-    (None: all keep as much). Answers are forced, so that all attend the same tokens. `on_layer` is called with the number of
+    (None: equal budgets). Answers are forced, so that all attend the same tokens. `on_layer` is called with the number of
     layers done and the number of all."""
     texts, chosen, coding = asked_facts(llm, asked), studied_policies(policies, budget), coding_of(llm)
     keepers: dict[str, list[LevelKeeper]] = {}

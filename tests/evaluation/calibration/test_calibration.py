@@ -124,7 +124,7 @@ def test_what_is_measured_for_no_file_is_kept_for_all_runs_of_the_model(
     asked = ("--kv-policy", "h2o", "--prompt-len", 40, "--gen-len", 8, "--num-prompts", 1, "--dry-run")
     before = command(run.main, *asked)
     assert before.json["plan"]["head_budgets"] is None and before.json["facts"] is None
-    advice = f"heads     all keep as much; what each needs is measured once by: {PROGRAM} --model {tiny_llama}"
+    advice = f"heads     equal budgets: what each needs is measured once by: {PROGRAM} --model {tiny_llama}"
     assert advice in before.out and any(line.startswith("facts ") and "was not measured" in line for line in before.out)
     told = command(calibrate.main, "--text", text_file, "--tokens", 40, "--texts", 1)
     budgets = read_head_budgets(told.json["output"])
@@ -134,7 +134,7 @@ def test_what_is_measured_for_no_file_is_kept_for_all_runs_of_the_model(
     assert any(line.startswith("heads ") and told.json["output"] in line for line in ran.out)
     equal = command(run.main, *asked, "--head-budgets", "equal")
     assert equal.json["plan"]["head_budgets"] is None
-    assert "heads     all keep as much; what each needs is known, and --head-budgets auto goes by it" in equal.out
+    assert "heads     equal budgets: what each needs is known, and --head-budgets auto goes by it" in equal.out
     assert command(run.main, *asked, "--dummy-weights").json["plan"]["head_budgets"] is None
     assert command(run.main, *asked[2:]).json["plan"]["head_budgets"] is None
 

@@ -105,14 +105,14 @@ def test_a_cache_that_cannot_be_written_costs_no_run(tiny_llama: Path, monkeypat
         with llm:
             assert llm.plan.head_budgets is not None and not place.exists()
     monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.warns(UserWarning, match="all keep as much, since what each needs cannot be measured: .*Permission denied"):
+    with pytest.warns(UserWarning, match="equal budgets, since what each needs cannot be measured: .*Permission denied"):
         llm = LLM(tiny_llama, **EVICTS)
     with llm:
         assert llm.plan.head_budgets is None
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")])
-def test_where_memory_does_not_suffice_heads_keep_as_much(
+def test_where_memory_does_not_suffice_budgets_are_equal(
     error: Exception, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -216,7 +216,7 @@ def measured(checkpoints: Checkpoints) -> Iterator[Measured]:
 
 def test_what_takes_too_long_is_left_to_the_command(measured: Measured, checkpoints: Checkpoints) -> None:
     folder = checkpoints.folder("llama-gqa")
-    said = "heads     all keep as much: what each needs takes about "
+    said = "heads     equal budgets: what each needs takes about "
     command = f" to measure, once: python -m h2o_flexgen.calibrate --model {folder}"
     found, lines = measured(0.0)
     assert found is None and len(lines) == 1 and lines[0].startswith(said) and lines[0].endswith(command)
