@@ -20,8 +20,8 @@ from h2o_flexgen.core.site import DISK, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.engine.scoring import way_of
-from h2o_flexgen.engine.stores import rows_apart
-from h2o_flexgen.engine.stores.rows_apart import Brought, RowsApart
+from h2o_flexgen.engine.stores import kv_pages
+from h2o_flexgen.engine.stores.kv_pages import Brought, KVPages
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
@@ -220,7 +220,7 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         generate_with(llm, case)
         costs = [cost_of(llm, block) for block in Workload(case.lengths, case.gen_len).blocks(case.gpu_batch_size, 2)]
     priced = {
-        lane: sum(cost.moved_apart(task).nbytes for cost in costs for task in cost.schedule.tasks() if task.op is op)
+        lane: sum(cost.moved_pages(task).nbytes for cost in costs for task in cost.schedule.tasks() if task.op is op)
         for lane, op in (("write", Op.WRITE_KV), ("read", Op.READ_KV))
     }
     more = len(case.lengths) * len(costs[0].spec.kv_layers) * ALIGNMENT
@@ -325,7 +325,7 @@ def counts_of_the_step_before() -> Iterator[None]:
 
 @contextmanager
 def rows_leave_their_places_behind() -> Iterator[None]:
-    with patch.object(RowsApart, "keep_rows", lambda *_: None):
+    with patch.object(KVPages, "keep_rows", lambda *_: None):
         yield
 
 
@@ -353,29 +353,29 @@ def test_what_goes_wrong_in_the_engine_is_found(
 
 @contextmanager
 def tokens_of_the_row_before() -> Iterator[None]:
-    made = rows_apart._wanted
-    with patch.object(rows_apart, "_wanted", lambda chosen, *given: made(np.roll(chosen, 1, 0), *given)):
+    made = kv_pages._wanted
+    with patch.object(kv_pages, "_wanted", lambda chosen, *given: made(np.roll(chosen, 1, 0), *given)):
         yield
 
 
 @contextmanager
 def tokens_of_one_head() -> Iterator[None]:
-    made = rows_apart._wanted
-    with patch.object(rows_apart, "_wanted", lambda chosen, *given: made(chosen[:, :1], *given)):
+    made = kv_pages._wanted
+    with patch.object(kv_pages, "_wanted", lambda chosen, *given: made(chosen[:, :1], *given)):
         yield
 
 
 @contextmanager
 def fetched_before_it_is_chosen() -> Iterator[None]:
     """What comes is what the step before has chosen."""
-    made, known = RowsApart.bring, dict[RowsApart, torch.Tensor]()
+    made, known = KVPages.bring, dict[KVPages, torch.Tensor]()
 
-    def early(apart: RowsApart, image: np.ndarray, choice: ChosenSlots, policy: KVPolicy) -> Brought:
+    def early(pages: KVPages, image: np.ndarray, choice: ChosenSlots, policy: KVPolicy) -> Brought:
         assert choice.slots is not None
-        slots, known[apart] = known.get(apart, choice.slots[..., :20]), choice.slots
-        return made(apart, image, ChosenSlots(choice.now, slots), policy)
+        slots, known[pages] = known.get(pages, choice.slots[..., :20]), choice.slots
+        return made(pages, image, ChosenSlots(choice.now, slots), policy)
 
-    with patch.object(RowsApart, "bring", early):
+    with patch.object(KVPages, "bring", early):
         yield
 
 
@@ -387,12 +387,12 @@ def index_one_token_behind() -> Iterator[None]:
 
 @contextmanager
 def newest_tokens_are_not_written() -> Iterator[None]:
-    made = RowsApart.write
+    made = KVPages.write
 
-    def prompts_alone(apart: RowsApart, image: np.ndarray, changed: Sequence[RowRange]) -> int:
-        return made(apart, image, [one for one in changed if not one.first])
+    def prompts_alone(pages: KVPages, image: np.ndarray, changed: Sequence[RowRange]) -> int:
+        return made(pages, image, [one for one in changed if not one.first])
 
-    with patch.object(RowsApart, "write", prompts_alone):
+    with patch.object(KVPages, "write", prompts_alone):
         yield
 
 

@@ -526,7 +526,7 @@ class BatchRows:
     def _steps_at(self, rows: Sequence[tuple[RowState, int]]) -> tuple[KVStep, ...]:
         """The decode step of rows that are each at a step of their own."""
         each, steps = [self._slots[row.row] for row, _ in rows], [step for _, step in rows]
-        return self._steps_of((Occupancy.apart([*zip(slots, steps)]) for slots in zip(*each)), self._shared_by(rows))
+        return self._steps_of((Occupancy.joint_step([*zip(slots, steps)]) for slots in zip(*each)), self._shared_by(rows))
 
     def _shared_by(self, rows: Sequence[tuple[RowState, int]]) -> Sequence[SharedPrefix | None]:
         """What rows share with others and keep elsewhere than in their own slots."""

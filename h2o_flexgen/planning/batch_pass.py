@@ -104,7 +104,7 @@ class BatchPass(Protocol):
 
     @property
     def grown(self) -> int:
-        """Slots that are new, of each row its own: what is written where rows lie apart on disk."""
+        """Slots that are new, of each row its own: what is written where KV lies in pages on disk."""
 
     @property
     def counts(self) -> Sequence[int]:

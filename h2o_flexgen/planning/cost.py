@@ -39,7 +39,7 @@ class ReadSlots(NamedTuple):
     indexed: float = 0.0  # slots of which it reads the index, to choose them
 
 
-class MovedApart(NamedTuple):
+class MovedPages(NamedTuple):
     """What a visit moves of KV that lies row by row on disk, in page groups, which are read and written whole."""
 
     nbytes: float
@@ -125,8 +125,8 @@ class Cost:
         if op.data is Data.KV:
             if op is Op.ATTEND:
                 return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
-            if op.chooses or self.lies_apart(task):
-                return 0 if op.chooses else self._bytes_apart(task)
+            if op.chooses or self.is_in_pages(task):
+                return 0 if op.chooses else self._bytes_in_pages(task)
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
                 return self._whole_row_bytes(task)
             of_head = self.spec.at(task.layer).kv_bytes_per_head
@@ -135,12 +135,12 @@ class Cost:
             return self._state_rows(task) * self.planned.states[task.layer, task.batch].row_bytes
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
-    def lies_apart(self, task: Task | Key) -> bool:
-        """Whether KV is moved from disk or to it row by row, as steps ask for single tokens."""
+    def is_in_pages(self, task: Task | Key) -> bool:
+        """Whether KV lies row by row on disk, in page groups, as steps ask for single tokens."""
         traffic = self.schedule.traffic
         return task.layer in traffic.choosing and traffic.kv_on_disk(task.layer, task.batch)
 
-    def _bytes_apart(self, task: Task | Key) -> int:
+    def _bytes_in_pages(self, task: Task | Key) -> int:
         """What a visit writes, reads for a text that goes on, or brings of what it chooses if no two heads choose alike."""
         (at,), row_bytes = self.by_level(task), self.spec.at(task.layer).kv_bytes_per_slot
         if task.op.stores:
@@ -151,8 +151,8 @@ class Cost:
         share, heads = policy.recall, policy.choosing(at.heads)
         return sum(most_brought(share, count + 1, heads) for count in at.one.counts) * row_bytes
 
-    def moved_apart(self, task: Task | Key) -> MovedApart:
-        """What a visit is expected to move of KV that lies apart."""
+    def moved_pages(self, task: Task | Key) -> MovedPages:
+        """What a visit is expected to move of KV that lies in pages on disk."""
         (at,) = self.by_level(task)
         layout = self.planned.kv.layouts(task.layer, task.batch)[at.level]
         assert layout is not None, "its heads are at this level"
@@ -160,11 +160,11 @@ class Cost:
         if task.op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4])):
             share, heads = policy.recall, policy.choosing(at.heads)
             groups = sum(page_groups_brought(share, count + 1, heads, of_group) for count in at.one.counts)
-            return MovedApart(groups * layout.page_group_bytes, groups)
+            return MovedPages(groups * layout.page_group_bytes, groups)
         tokens = at.one.grown if task.op.stores else at.one.read
         rows = min(tokens, at.one.rows + at.one.joining)
         groups = rows + (tokens - rows) / of_group  # each row has one at least, and its further tokens fill theirs
-        return MovedApart(groups * layout.page_group_bytes, max(rows, groups / layout.page_groups_at_once))
+        return MovedPages(groups * layout.page_group_bytes, max(rows, groups / layout.page_groups_at_once))
 
     def _state_rows(self, task: Task | Key) -> int:
         """Rows of which the states are brought, which are those of the step before, or brought home."""
@@ -199,7 +199,7 @@ class Cost:
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
-        if task.op.data is not Data.KV or not task.op.uses_disk or self.lies_apart(task):
+        if task.op.data is not Data.KV or not task.op.uses_disk or self.is_in_pages(task):
             return self.nbytes(task)
         fetches, of_head = task.op.fetches, self.spec.at(task.layer).kv_bytes_per_head
         return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))

@@ -52,9 +52,9 @@ def page_groups_brought(share: float, held: int, heads: int, tokens: int) -> flo
     return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
 
 
-def index_bytes(share: float, spec: ModelSpec, apart: bool = False) -> int:
-    """Bytes of the index for one slot of a KV head. Keys that are stored in its format are their own index, but where they lie
-    on disk, it is `apart`: a copy of them."""
-    if share == ALL or (spec.kv_codec == INDEX and not apart):
+def index_bytes(share: float, spec: ModelSpec, is_copy: bool = False) -> int:
+    """Bytes of the index for one slot of a KV head. Keys that are stored in its format are their own index. Where they lie
+    on disk, it is a copy of them."""
+    if share == ALL or (spec.kv_codec == INDEX and not is_copy):
         return 0
     return FORMATS[INDEX].nbytes((spec.head_dim,), spec.itemsize)

@@ -1,9 +1,9 @@
-"""RowsApart: the KV of one (layer, batch) on disk where decode steps choose the tokens that they read.
+"""KVPages: the KV of one (layer, batch) on disk where decode steps choose the tokens that they read.
 
-Rows lie apart there, each token with the values of all its heads side by side, in page groups (`KVLayout`). Rows keep their
-places on disk for as long as they live: those that move up in memory take the number of their place along. A page group is read
-and written whole. The newest tokens of a row are among those that every step reads, so the page group that the next token
-belongs to is in memory when it is written.
+Rows lie one after another there, each token with the values of all its heads side by side, in page groups (`KVLayout`). Rows
+keep their places on disk for as long as they live: those that move up in memory take the number of their place along. A page
+group is read and written whole. The newest tokens of a row are among those that every step reads, so the page group that the
+next token belongs to is in memory when it is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Brought(NamedTuple):
     spared: int  # bytes that would have come as well if no two heads had chosen alike
 
 
-class RowsApart:
+class KVPages:
     def __init__(self, home: DiskRegion, layout: KVLayout, disk: DiskTier) -> None:
         self._home = home
         self._layout = layout
@@ -112,8 +112,8 @@ class RowsApart:
         wanted = _wanted(numpy_of(choice.slots), counts, layout.slots)
         self._disk.gather(self._home, self._on_disk(wanted, counts), image)
         brought = int(wanted.sum()) * layout.row_bytes
-        apart = policy.choosing(layout.heads)
-        most = sum(most_brought(policy.recall, count + 1, apart) for count in counts) * layout.row_bytes
+        choosers = policy.choosing(layout.heads)
+        most = sum(most_brought(policy.recall, count + 1, choosers) for count in counts) * layout.row_bytes
         return Brought(brought, most - brought)
 
     def _on_disk(self, wanted: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
