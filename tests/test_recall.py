@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +53,8 @@ USUAL = Case("llama-gqa", lengths=LENGTHS, gen_len=5, policy=HALF)
 ON_DISK, ALL_ON_DISK, MIXED = (100, 0, 0, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 40, 50, 0, 0, 50)
 # texts of several units of whole pages, of which a step leaves some on disk
 LONG = replace(USUAL, lengths=(118, 60, 90, 101), gen_len=6, policy=(("kv_recall", 0.18),), percent=ON_DISK)
+SOME_ON_DISK = replace(LONG, policy=(("kv_policy", "h2o"), ("heavy", 42), ("recent", 20), ("kv_recall", 0.3)))
+HEADS_APART = (("kv_policy", "h2o"), ("head_shares", ((0.5, 1.0), (0.6, 1.0), (0.9, 0.7))), ("kv_recall", 0.2))
 ALIKE = (("kv_recall", 0.3), ("kv_recall_together", True))
 FROM_DISK = (
     LONG,
@@ -62,6 +64,13 @@ FROM_DISK = (
     replace(LONG, kind="gpt-oss-far", percent=MIXED, buffers=1, weight_codec="group4", compute=INT8),
     replace(LONG, kind="gemma2", percent=ON_DISK, buffers=3, prefill_tokens=32, dtype="bfloat16"),
     replace(LONG, kind="opt", gpu_batch_size=4, num_gpu_batches=1, kv_codec="group4", percent=MIXED),
+    SOME_ON_DISK,
+    replace(
+        SOME_ON_DISK, kind="qwen3", percent=MIXED, kv_codec="group4", gpu_batch_size=1, num_gpu_batches=3, dtype="bfloat16"
+    ),
+    replace(LONG, policy=HEADS_APART, percent=MIXED, sep_layer=False),
+    replace(LONG, policy=(("kv_policy", "kvzip"), ("kv_budget", 0.6), ("hh_prompt_only", True), ("kv_recall", 0.3))),
+    replace(LONG, policy=(("kv_policy", "knorm"), ("kv_budget", 0.7), ("kv_recall", 0.3)), kind="gpt-oss-far", buffers=1),
     replace(LONG, policy=ALIKE),
     replace(LONG, policy=ALIKE, percent=MIXED, dtype="bfloat16", gpu_batch_size=1, sep_layer=False),
 )
@@ -112,10 +121,14 @@ def test_torch_does_without_kernels_what_they_do(checkpoints: Checkpoints, offlo
 # -- rows that come and go, texts that live on, prefixes -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["h2o", "tova", "keydiff"])
-def test_rows_that_come_and_go_choose_of_what_they_keep(policy: str, checkpoints: Checkpoints, offload: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "percent"), [("h2o", USUAL.percent), ("tova", USUAL.percent), ("keydiff", USUAL.percent), ("h2o", MIXED)]
+)
+def test_rows_that_come_and_go_choose_of_what_they_keep(
+    policy: str, percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+) -> None:
     kept = (("kv_policy", policy), ("kv_budget", 0.8), *HALF)
-    test_stream.hold_contract(replace(COMING, policy=kept), GROWTH, checkpoints, offload)
+    test_stream.hold_contract(replace(COMING, policy=kept, percent=percent), GROWTH, checkpoints, offload)
 
 
 COMING = replace(USUAL, lengths=(45, 30, 62, 25, 38, 51, 28, 33), gpu_batch_size=2)
@@ -130,11 +143,14 @@ def test_rows_that_come_and_go_choose_as_they_do_alone(
     test_stream.hold_contract(replace(COMING, held=held, percent=percent), GROWTH, checkpoints, offload)
 
 
-@pytest.mark.parametrize("percent", [USUAL.percent, ON_DISK])
+@pytest.mark.parametrize(
+    ("kept", "percent"),
+    [((), USUAL.percent), ((), ON_DISK), ((("kv_policy", "h2o"), ("heavy", 10), ("recent", 12)), ON_DISK)],
+)
 def test_turns_of_a_conversation_choose_of_all_before_them(
-    percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+    kept: tuple[tuple[str, object], ...], percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
 ) -> None:
-    case = Case("llama-gqa", policy=(("kv_recall", 0.7),), prefill_tokens=4, percent=percent)
+    case = Case("llama-gqa", policy=(*kept, ("kv_recall", 0.7)), prefill_tokens=4, percent=percent)
     with patch.object(test_conversation, "TURNS", [[*turn, *turn[::-1]] for turn in test_conversation.TURNS]):
         test_conversation.hold_contract(case, checkpoints, offload)
 
@@ -160,12 +176,20 @@ def test_rows_attend_what_they_share_whole_and_choose_of_their_own(
 
 
 @pytest.mark.parametrize(
-    "case", [LONG, replace(LONG, percent=MIXED, buffers=1, gpu_batch_size=1), replace(COMING, percent=ON_DISK)]
+    "case",
+    [
+        LONG,
+        replace(LONG, percent=MIXED, buffers=1, gpu_batch_size=1),
+        replace(COMING, percent=ON_DISK),
+        SOME_ON_DISK,
+        replace(LONG, policy=HEADS_APART),
+    ],
 )
 def test_only_chosen_tokens_come_from_disk(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Those that several heads choose come once; with these it would be as much as is predicted."""
     moved = assert_moved_as_predicted(case, checkpoints, offload)
-    full = assert_moved_as_predicted(replace(case, policy=()), checkpoints, offload)
+    of_all = tuple(one for one in case.policy if one[0] != "kv_recall")
+    full = assert_moved_as_predicted(replace(case, policy=of_all), checkpoints, offload)
     assert 0 < moved["read"] < full["read"]
 
 
@@ -200,12 +224,13 @@ def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Check
 
 
 @pytest.mark.parametrize(
-    "case", [LONG, replace(LONG, gpu_batch_size=1, dtype="bfloat16", prefill_tokens=32), replace(LONG, policy=ALIKE)]
+    "case",
+    [LONG, replace(LONG, gpu_batch_size=1, dtype="bfloat16", prefill_tokens=32), replace(LONG, policy=ALIKE), SOME_ON_DISK],
 )
 def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Of a prompt, part of a page group more for each row; of what steps choose, what is usual."""
     moved = dict.fromkeys(("write", "read"), 0)
-    written, gathered = DiskTier.write_from, DiskTier.gather
+    written, gathered, read_again = DiskTier.write_from, DiskTier.gather, DiskTier.read_into
 
     def write(tier: DiskTier, region: DiskRegion, start: int, source: torch.Tensor) -> None:
         moved["write"] += source.nbytes
@@ -215,8 +240,16 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         moved["read"] += len(wanted.groups) * wanted.group_bytes
         gathered(tier, region, wanted, image)
 
-    watched = patch.object(DiskTier, "write_from", write), patch.object(DiskTier, "gather", gather)
-    with watched[0], watched[1], case.open(checkpoints, offload) as llm:
+    def read(tier: DiskTier, region: DiskRegion, start: int, out: torch.Tensor) -> None:
+        moved["write"] += out.nbytes  # what is written beside
+        read_again(tier, region, start, out)
+
+    watched = (
+        patch.object(DiskTier, name, own) for name, own in (("write_from", write), ("gather", gather), ("read_into", read))
+    )
+    with ExitStack() as watching, case.open(checkpoints, offload) as llm:
+        for one in watched:
+            watching.enter_context(one)
         generate_with(llm, case)
         costs = [cost_of(llm, block) for block in Workload(case.lengths, case.gen_len).blocks(case.gpu_batch_size, 2)]
     priced = {
@@ -224,7 +257,8 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         for lane, op in (("write", Op.WRITE_KV), ("read", Op.READ_KV))
     }
     more = len(case.lengths) * len(costs[0].spec.kv_layers) * ALIGNMENT
-    assert moved["write"] <= priced["write"] <= moved["write"] + more
+    alike = 0.5 if case is SOME_ON_DISK else 0  # heads often let go of the same token here, and few page groups are theirs
+    assert moved["write"] <= priced["write"] <= moved["write"] * (1 + alike) + more
     assert moved["read"] * 0.8 < priced["read"] < moved["read"] * 1.25
 
 
@@ -232,25 +266,19 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
 
 
 @pytest.mark.parametrize(
-    ("options", "percent", "said"),
+    ("options", "said"),
     [
-        ({"kind": "deepseek-v3"}, None, "with latent attention (MLA); leave kv_recall out"),
-        ({"kind": "bloom"}, None, "with ALiBi; leave kv_recall out"),
-        ({"kind": "falcon-h1"}, None, "with attention beside a scan; leave kv_recall out"),
-        ({"kind": "mistral-near"}, None, "with a window in every layer; leave kv_recall out"),
-        ({"device": "pretended"}, None, "with a GPU; compute on the CPU"),
-        ({"policy": KEEPING_SOME}, (100, 0, 50, 0, 100, 0), "with kv_policy 'h2o' and KV on disk; keep all KV in memory"),
+        ({"kind": "deepseek-v3"}, "with latent attention (MLA); leave kv_recall out"),
+        ({"kind": "bloom"}, "with ALiBi; leave kv_recall out"),
+        ({"kind": "falcon-h1"}, "with attention beside a scan; leave kv_recall out"),
+        ({"kind": "mistral-near"}, "with a window in every layer; leave kv_recall out"),
+        ({"device": "pretended"}, "with a GPU; compute on the CPU"),
     ],
 )
 def test_what_is_not_done_yet_is_refused_in_one_line(
-    options: dict[str, object],
-    percent: tuple[float, ...] | None,
-    said: str,
-    checkpoints: Checkpoints,
-    offload: Path,
-    pretended: None,
+    options: dict[str, object], said: str, checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = replace(USUAL, **({"percent": percent} if percent else {}), **options)  # type: ignore[arg-type]
+    case = replace(USUAL, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError) as refused, case.open(checkpoints, offload) as llm:
         llm.generate(case.prompts)
     assert said in str(refused.value) and "kv_recall 0.5" in str(refused.value) and "\n" not in str(refused.value)
@@ -396,6 +424,18 @@ def newest_tokens_are_not_written() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def what_the_newest_take_over_is_not_written() -> Iterator[None]:
+    with patch.object(KVPages, "change", lambda pages, image, slots: 0):
+        yield
+
+
+@contextmanager
+def what_lies_beside_is_lost() -> Iterator[None]:
+    with patch.object(DiskTier, "read_into", lambda tier, region, start, out: out.zero_()):
+        yield
+
+
 TOGETHER = replace(LONG, gpu_batch_size=4, num_gpu_batches=1)
 GROWN = replace(TOGETHER, lengths=LENGTHS, gen_len=26, policy=HALF)  # until new tokens are no more among the newest
 
@@ -408,6 +448,8 @@ GROWN = replace(TOGETHER, lengths=LENGTHS, gen_len=26, policy=HALF)  # until new
         (fetched_before_it_is_chosen, TOGETHER),
         (index_one_token_behind, GROWN),
         (newest_tokens_are_not_written, TOGETHER),
+        (what_the_newest_take_over_is_not_written, SOME_ON_DISK),
+        (what_lies_beside_is_lost, SOME_ON_DISK),
     ],
 )
 def test_what_is_wrongly_brought_from_disk_is_found(

@@ -234,11 +234,13 @@ class BatchRows:
         return min(first for first, _ in ranges), max(last for _, last in ranges)
 
     def ranges(self, level: int) -> Sequence[RowRange]:
-        """The slots that this step writes in the heads of a level, row by row, where every token stays in its place."""
+        """The slots that this step writes in the heads of a level, row by row, where every token stays in its place, or all
+        are chosen anew."""
         found = []
         for part in self._own_parts:
             slots = part.levels[level].slots
-            counts = (0,) * len(slots.counts) if slots.copies else slots.counts
+            is_anew = slots.copies or (slots.is_prefill and slots.evicts)
+            counts = (0,) * len(slots.counts) if is_anew else slots.counts
             found += [RowRange(row, *own) for row, own in enumerate(zip(counts, slots.after), part.rows.start or 0)]
         return found
 

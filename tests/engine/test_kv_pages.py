@@ -27,7 +27,6 @@ from h2o_flexgen.memory import disk as memory_disk
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.kv_options import KVOptions
-from h2o_flexgen.policies.recall import most_brought
 from tests.kernels.variants import used
 
 ROWS, HEADS, SLOTS, SHARE, STEP = 3, 2, 83, 0.5, 4
@@ -93,7 +92,7 @@ def test_chosen_tokens_come_to_their_places(width: int, build: str, disk: DiskTi
         beside = [token for token in range(count) if token // layout.page_group_tokens not in groups]
         assert torch.equal(image[:, row, :, beside], torch.full_like(image[:, row, :, beside], UNSEEN)), "not asked for"
         tokens, left = tokens + len(wanted), left + len(beside)
-    most = sum(most_brought(SHARE, count + 1, HEADS) for count in now.slots.counts)
+    most = sum(POLICY.choosing(HEADS).most_brought(count + 1) for count in now.slots.counts)
     assert brought == (tokens * layout.row_bytes, (most - tokens) * layout.row_bytes) and most > tokens
     assert left > 0 or layout.page_group_tokens > 2, "tokens that nothing asks for"
 
@@ -121,6 +120,22 @@ def test_rows_that_move_up_keep_their_places_and_others_take_those_that_are_free
     pages.read(numpy_of(found, writes=True), [RowRange(0, 0, 40), RowRange(1, 0, 40), RowRange(2, 0, 30)])
     assert torch.equal(found[:, :2, :, :40], every[:, [2, 1], :, :40])
     assert torch.equal(found[:, 2, :, :30], new[:, 2, :, :30])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_each_head_changes_a_slot_of_its_own_and_leaves_what_is_beside_it(width: int, disk: DiskTier) -> None:
+    pages, every, new, random = opened(disk, layout_of(width)), filled(width), filled(width, 1), np.random.default_rng(width)
+    pages.write(numpy_of(every), [RowRange(row, 0, 80) for row in range(ROWS)])
+    pages.keep_rows([1, 2])  # the places of rows are others than their numbers
+    every = every[:, [1, 2, 0]]
+    for _ in range(8):  # the last slot is in a page group that is not full
+        slots = random.choice([7, 8, 30, 80, 82], (2, HEADS))
+        assert pages.change(numpy_of(new), slots) == 2 * layout_of(width).row_bytes
+        for row, head in np.ndindex(slots.shape):
+            every[:, row, head, slots[row, head]] = new[:, row, head, slots[row, head]]
+    found = torch.full_like(every, UNSEEN)
+    pages.read(numpy_of(found, writes=True), [RowRange(row, 0, 80) for row in range(2)])
+    assert torch.equal(found[:, :2, :, :80], every[:, :2, :, :80])
 
 
 def test_a_read_that_fails_is_an_error(disk: DiskTier) -> None:

@@ -256,7 +256,7 @@ class KVStore:
         cache = self._cache(task, region, scores)
         unit.changed, unit.cache = rows.changed(self._level), cache
         if (pages := self._pages.get((task.layer, task.batch))) is not None:
-            unit.ranges, unit.choice = rows.ranges(self._level), cache.choice
+            unit.ranges, unit.choice, cache.choice.changed = rows.ranges(self._level), cache.choice, None
             if unit.generation != rows.generation:
                 pages.keep_rows(rows.places_before)
         if unit.generation != rows.generation:
@@ -375,7 +375,7 @@ class KVStore:
         """Writes what the step changed from host to disk. Scattered slots go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
         if (pages := self._pages.get((task.layer, task.batch))) is not None:
-            return pages.write(self._values(task, writes=False), unit.ranges)
+            return self._write_pages(pages, self._values(task, writes=False), unit)
         if unit.replaced is not None and len(unit.journaled) < self._layout(task).journal:
             unit.journaled.append(unit.replaced if unit.at_home is None else unit.at_home)
             return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
@@ -390,6 +390,15 @@ class KVStore:
         brought = pages.bring(image, unit.choice, self._policy)
         self.spared_bytes += brought.spared
         return brought.moved
+
+    @staticmethod
+    def _write_pages(pages: KVPages, image: numpy.ndarray, unit: Unit) -> int:
+        """Writes neighbouring tokens, or prompts alone: heads of the rows before them have changed a slot each."""
+        changed = None if unit.choice is None else unit.choice.changed
+        if changed is None:
+            return pages.write(image, unit.ranges)
+        prompts = [one for one in unit.ranges if one.row >= len(changed)]
+        return pages.change(image, numpy_of(changed)) + pages.write(image, prompts)
 
     def _values(self, task: Task, writes: bool) -> numpy.ndarray:
         """The image of a visit on its way from the disk or back."""
