@@ -71,6 +71,8 @@ FROM_DISK = (
     replace(LONG, policy=HEADS_APART, percent=MIXED, sep_layer=False),
     replace(LONG, policy=(("kv_policy", "kvzip"), ("kv_budget", 0.6), ("hh_prompt_only", True), ("kv_recall", 0.3))),
     replace(LONG, policy=(("kv_policy", "knorm"), ("kv_budget", 0.7), ("kv_recall", 0.3)), kind="gpt-oss-far", buffers=1),
+    replace(LONG, kind="deepseek-v2", percent=MIXED),
+    replace(SOME_ON_DISK, kind="mistral4", kv_codec="group4", dtype="bfloat16", gpu_batch_size=1, num_gpu_batches=3),
     replace(LONG, policy=ALIKE),
     replace(LONG, policy=ALIKE, percent=MIXED, dtype="bfloat16", gpu_batch_size=1, sep_layer=False),
 )
@@ -81,6 +83,9 @@ CASES = (
     replace(USUAL, kind="llama-gqa", kv_codec="group8", percent=IN_MEMORY, schedule="row_by_row", dtype="bfloat16"),
     replace(USUAL, kind="gpt-oss-far", buffers=1),
     replace(USUAL, kind="gemma2", gpu_batch_size=1, num_gpu_batches=4),
+    replace(USUAL, kind="deepseek-v3", percent=IN_MEMORY, prefill_tokens=24),
+    replace(USUAL, kind="glm4-lite", kv_codec="group8", dtype="bfloat16", policy=KEEPING_SOME),
+    replace(USUAL, kind="mistral4", sep_layer=False, weight_codec="group8", compute=INT8),
     replace(USUAL, policy=KEEPING_SOME),
     replace(USUAL, policy=KEEPING_SOME, kind="qwen3", kv_codec="group8", percent=IN_MEMORY, sep_layer=False),
     replace(USUAL, policy=(("kv_policy", "knorm"), ("kv_budget", 0.8), *HALF), kv_codec="group4", percent=IN_MEMORY),
@@ -93,12 +98,16 @@ def test_plans_equal_the_resident_loop_with_the_same_choice(case: Case, checkpoi
     hold_contract(case, checkpoints, offload)
 
 
-def test_the_choice_matters_and_all_of_it_is_the_full_cache_bit_for_bit(checkpoints: Checkpoints, offload: Path) -> None:
-    full = replace(USUAL, policy=())
-    whole = replace(USUAL, policy=(("kv_recall", 1.0),))
+@pytest.mark.parametrize("kind", [USUAL.kind, "deepseek-v3"])
+def test_the_choice_matters_and_all_of_it_is_the_full_cache_bit_for_bit(
+    kind: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    some = replace(USUAL, kind=kind)
+    full = replace(some, policy=())
+    whole = replace(some, policy=(("kv_recall", 1.0),))
     with whole.open(checkpoints, offload) as llm, patch.object(KeyIndex, "over", side_effect=AssertionError):
         compare(full, checkpoints, *generate_with(llm, full))
-    chosen, every = (checkpoints.resident_logits(case, case.batches()[0]) for case in (USUAL, full))
+    chosen, every = (checkpoints.resident_logits(case, case.batches()[0]) for case in (some, full))
     assert torch.equal(chosen[0], every[0]), "prompts are attended whole"
     assert not torch.equal(chosen[1], every[1])
 
@@ -268,7 +277,6 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "deepseek-v3"}, "with latent attention (MLA); leave kv_recall out"),
         ({"kind": "bloom"}, "with ALiBi; leave kv_recall out"),
         ({"kind": "falcon-h1"}, "with attention beside a scan; leave kv_recall out"),
         ({"kind": "mistral-near"}, "with a window in every layer; leave kv_recall out"),

@@ -145,11 +145,11 @@ class Pricing:
     def _choosing(self, task: Task | Key) -> float:
         """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE makes again. The comparison with
         the index is counted there."""
-        spec, layer, rows = self.spec.at(task.layer), self._layer(task), self.cost.batch_pass(task.step, task.batch).rows
+        layer, rows = self._layer(task), self.cost.batch_pass(task.step, task.batch).rows
         if not rows:
             return 0.0
-        part = spec.width * (spec.heads + 2 * spec.kv_heads) * spec.head_dim / sum(layer.multiplied_values.values())
-        return min(1.0, part) * self._products(layer, rows) + self._visit_seconds(layer, 1)
+        behind = () if layer.halves is None else layer.halves.used_behind
+        return self._products(layer.without(*behind), rows) + self._visit_seconds(layer, 1)
 
     def latency(self, op: Op) -> float:
         """The seconds of a task that are not the disk's: where a lane has several workers, it does the next task meanwhile."""
