@@ -37,8 +37,9 @@ from tests.helpers.contract import (
     kept_as,
 )
 from tests.helpers.held_by_hand import HELD
-from tests.helpers.pairwise import Name, covering, in_turn, on_devices
+from tests.helpers.pairwise import Name, in_turn, most_of, on_devices
 from tests.helpers.resident import resident_generate
+from tests.helpers.samples import every_nth, first_of, slow, spread
 from tests.kernels.variants import used
 
 RAGGED, EQUAL, MANY = (5, 9, 2, 7, 4), (6, 6, 6, 6), (3, 11, 8, 1, 6, 2, 9)
@@ -112,7 +113,7 @@ def has_code_elsewhere(pair: Mapping[Name, Any]) -> bool:
     return bool(pair.keys() & WITHIN_A_CACHE) and has_code(pair)
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES, has_code))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code, share=0.9))
 def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -136,7 +137,7 @@ def is_of_pages(pair: Mapping[Name, Any]) -> bool:
     return "stored" not in str([*pair]) or pair.get("num_gpu_batches") == 3
 
 
-@pytest.mark.parametrize("values", covering(FROM_PAGES, needs=is_of_pages))
+@pytest.mark.parametrize("values", most_of(FROM_PAGES, needs=is_of_pages))
 def test_blocks_keep_their_place_in_a_page(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +145,10 @@ def test_blocks_keep_their_place_in_a_page(
     hold_contract(Case(lengths=RAGGED[:4], gen_len=3, gpu_batch_size=2, **values), checkpoints, offload)
 
 
-@pytest.mark.parametrize("values", in_turn({"weights": TIERS, "kv": TIERS, "hidden": TIERS, "attend_on": (DEVICE, HOST)}))
+EACH_TIER = {"weights": TIERS, "kv": TIERS, "hidden": TIERS, "attend_on": (DEVICE, HOST)}
+
+
+@pytest.mark.parametrize("values", in_turn(EACH_TIER, nth=5))
 def test_every_tier_for_each_kind_of_data(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -256,7 +260,9 @@ OTHERS = (
 RELATIVES = [*zip(OTHERS, cycle(MIXES[2:6]), cycle((EXACT, INT8)), cycle((POLICIES[1], POLICIES[0], POLICIES[1])))]
 
 
-@pytest.mark.parametrize(("kind", "percent", "compute", "policy"), RELATIVES)
+@pytest.mark.parametrize(
+    ("kind", "percent", "compute", "policy"), [slow(*one) if one[0] in LIKE_OTHERS else one for one in RELATIVES]
+)
 def test_relatives_of_other_kinds(
     kind: str,
     percent: tuple[float, ...],
@@ -318,7 +324,7 @@ def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, 
     ("kind", "stored"),
     [
         *((kind, "float32") for kind in CHOICES["kind"]),  # of all others tests/models holds it
-        *dict.fromkeys((kind, stored) for kind, stored, *_ in STORED),
+        *every_nth(spread(dict.fromkeys((kind, stored) for kind, stored, *_ in STORED)), 2),
     ],
 )
 def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, stored: str, checkpoints: Checkpoints) -> None:
@@ -390,7 +396,7 @@ def products_by(library: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(NAMES, IN_8_BITS)
-@pytest.mark.parametrize("kind", CHOICES["kind"][:3])
+@pytest.mark.parametrize("kind", first_of(CHOICES["kind"][:3], 1))
 def test_logits_have_the_same_bits_in_every_library_and_in_torch(
     kind: str, weight_codec: str, compute: str, checkpoints: Checkpoints
 ) -> None:
@@ -408,7 +414,7 @@ OF_CHECKPOINTS = [(kind, stored, format) for kind, stored, format, compute in ST
 
 @needs_kernels
 @pytest.mark.parametrize(("kind", "stored", "weight_codec"), [*PACKED_HEADS, *OF_CHECKPOINTS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_of(["bfloat16", "float32"], 1))
 def test_logits_of_a_row_have_the_same_bits_in_any_company(
     kind: str, stored: str, weight_codec: str, dtype: str, checkpoints: Checkpoints
 ) -> None:

@@ -28,6 +28,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import UNLIKE, Case, Checkpoints, distinct_prompts, recorded_logits
 from tests.helpers.pairwise import on_devices
 from tests.helpers.resident import resident_talk
+from tests.helpers.samples import every_nth, spread
 from tests.test_contract import MIXES, has_code_elsewhere
 
 STEPS, CONTEXT = 3, 100
@@ -84,9 +85,10 @@ def test_rolling_turns_too(values: dict[str, Any], checkpoints: Checkpoints, off
     hold_contract(Case(policy=ROLLING, prefill_tokens=6, **values), checkpoints, offload)
 
 
-@pytest.mark.parametrize(
-    ("kind", "chunk"), [("opt", 1), ("opt", 512), ("llama-gqa", 1), ("llama-gqa", 3), ("neox-parallel", 512), ("qwen3", 3)]
-)
+CHUNKS = [("opt", 1), ("opt", 512), ("llama-gqa", 3), ("llama-gqa", 1), ("neox-parallel", 512), ("qwen3", 3)]
+
+
+@pytest.mark.parametrize(("kind", "chunk"), every_nth(spread(CHUNKS), 2))
 def test_with_the_full_cache_a_turn_says_what_the_whole_text_says(
     kind: str, chunk: int, checkpoints: Checkpoints, offload: Path
 ) -> None:

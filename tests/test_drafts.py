@@ -47,6 +47,7 @@ from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
 from tests.engine.test_shrink import fail_at
 from tests.helpers.contract import BY_HEAD, POLICIES, UNLIKE, Case, Checkpoints
+from tests.helpers.samples import every_nth, first_of
 from tests.test_arrivals import hold_contract as hold_arrivals
 from tests.test_fuzz import check_logprobs, generate, random_case, random_params
 from tests.test_stream import LENGTHS as ARRIVING
@@ -140,7 +141,7 @@ def texts_of(completions: Sequence[Completion]) -> Texts:
     return [[*one.prompt_token_ids, *out.token_ids] for one in completions for out in one.outputs]
 
 
-@pytest.mark.parametrize("case", [replace(case, lengths=LENGTHS) for case in CASES], ids=str)
+@pytest.mark.parametrize("case", every_nth([replace(case, lengths=LENGTHS) for case in CASES], 3), ids=str)
 def test_tokens_are_those_of_no_guesses(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     requests = requests_of(case)
     with case.open(checkpoints, offload) as llm:
@@ -188,12 +189,13 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[s
         raise AssertionError(f"seed {seed}: Case({case})\nparams {params}") from error
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", first_of(range(6), 3))
 def test_random_plans_say_the_same(seed: int, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     hold(seed, checkpoints, offload)
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="a pretended device with clocks is not possible here")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [4])
 def test_guesses_race_with_nothing(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
     hold(seed, checkpoints, offload, (CLOCKED,))
@@ -263,7 +265,7 @@ def test_drawn_tokens_and_all_that_ends_a_text_are_the_same(folder: Path) -> Non
 EVICTING = {"kv_policy": "h2o", "heavy": 6, "recent": 6}
 
 
-@pytest.mark.parametrize("policy", [{}, EVICTING])
+@pytest.mark.parametrize("policy", first_of([EVICTING, {}], 1))
 def test_a_conversation_goes_on_behind_what_was_guessed(policy: dict[str, Any], folder: Path) -> None:
     said_by: list[list[str]] = []
     turns = ["It was the day, the day, the day", " and the", " so the day, the day"]

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers import tiny
 from tests.helpers.real_tokenizers import VOCABS, save_byte_fallback, save_byte_level
+from tests.helpers.samples import slow
 
 for name in ("lm_eval", "accelerate"):
     pytest.importorskip(name, reason=f"{name} is not installed")  # accelerate is what `hf` imports
@@ -150,9 +151,9 @@ def assert_same(found: Results, wanted: Results) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("opt", {"gpu_batch_size": 2, "num_gpu_batches": 2}),
+        slow("opt", {"gpu_batch_size": 2, "num_gpu_batches": 2}),
         ("llama-gqa", {"percent": "0;50;0;0;0;100", "batch_size": 3}),  # KV on disk
-        ("neox-parallel", {"percent": (0, 0, 0, 0, 0, 0), "batch_size": "auto"}),
+        slow("neox-parallel", {"percent": (0, 0, 0, 0, 0, 0), "batch_size": "auto"}),
     ],
     ids=str,
 )

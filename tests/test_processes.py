@@ -37,6 +37,7 @@ from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from tests.helpers.commands import Result, called
 from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.samples import every_nth
 from tests.helpers.signals import as_in_a_terminal
 from tests.helpers.sleeping_process import sleeping
 from tests.helpers.tiny import save_tiny
@@ -88,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", every_nth(CASES, 3), ids=str)
 def test_texts_are_those_of_one_process_and_weights_are_read_once(
     case: Case, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def flags(opt: Path, offload: Path) -> tuple[object, ...]:
     return ("--model", opt, "--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--offload-dir", offload, *plan)
 
 
+@pytest.mark.slow
 def test_a_run_by_two_writes_what_a_run_by_one_writes(
     flags: tuple[object, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -479,6 +479,7 @@ def started_on_workers(file: Path, out: Path, folder: Path, *flags: str) -> subp
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_whose_worker_is_killed_is_that_of_one_process(tmp_path: Path, short_folder: Path) -> None:
     """Two workers; one is killed after some records. Nothing is missing, nothing comes twice, and nothing stays behind, also
     of what an earlier job had to leave that was killed."""

@@ -25,6 +25,7 @@ from tests.engine.test_shrink import fail_at
 from tests.helpers import tiny
 from tests.helpers.contract import POLICIES, UNLIKE, Case, Checkpoints
 from tests.helpers.pairwise import in_turn
+from tests.helpers.samples import first_of
 
 Pairs = list[tuple[list[int], list[int]]]
 ON_DISK, MIXED = (0, 0) * 3, (30, 30, 20, 50, 40, 30)
@@ -67,7 +68,7 @@ def near(these: Sequence[Scored], those: Sequence[Scored], tolerance: float = 1e
     return True
 
 
-@pytest.mark.parametrize("values", in_turn({"plan": PLANS}))
+@pytest.mark.parametrize("values", in_turn({"plan": PLANS}, nth=2))
 def test_scores_are_those_of_transformers_in_one_pass_and_token_by_token(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -80,7 +81,7 @@ def test_scores_are_those_of_transformers_in_one_pass_and_token_by_token(
         assert llm.stats.generated_tokens == sum(len(after) for _, after in pairs)
 
 
-@pytest.mark.parametrize("kind", ["opt", "qwen2-wordy"])
+@pytest.mark.parametrize("kind", first_of(["qwen2-wordy", "opt"], 1))
 def test_packed_weights_score_the_same_in_one_pass_and_token_by_token(
     kind: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
@@ -128,7 +129,7 @@ def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints,
             llm.score([([1] * 90, [2] * 10)] * 4)
 
 
-@pytest.mark.parametrize("policy", UNLIKE[1:], ids=lambda one: str(dict(one)))
+@pytest.mark.parametrize("policy", first_of(UNLIKE[1:], 4), ids=lambda one: str(dict(one)))
 def test_a_score_with_eviction_is_that_of_forced_tokens_and_depends_on_no_other_pair(
     policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints, offload: Path
 ) -> None:

@@ -35,7 +35,7 @@ from tests import test_conversation as talks
 from tests import test_pipeline as pipelines
 from tests import test_stream as stream
 from tests.helpers.contract import BY_HEAD, GATED, POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
-from tests.helpers.pairwise import covering, in_turn, on_devices
+from tests.helpers.pairwise import in_turn, most_of, on_devices
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import tiny_config
 from tests.planning.test_cost import assert_moved_as_predicted
@@ -101,7 +101,7 @@ PIPED = {
 }
 
 
-@pytest.mark.parametrize("values", covering(PIPED))
+@pytest.mark.parametrize("values", most_of(PIPED))
 def test_each_device_of_a_pipeline_keeps_the_states_of_its_layers(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -125,9 +125,9 @@ def test_a_run_moves_the_bytes_that_are_predicted(
     with case.open(checkpoints, offload) as llm:
         llm.generate(case.prompts, case.params)
         assert llm.stats is not None
-        states = llm.stats.moved_by_data["states"]
+        states = llm.stats.moved_of["states"]
         assert states["read"] == states["write"] > 0
-        assert sum(by_lane.get("read", 0) for by_lane in llm.stats.moved_by_data.values()) == llm.stats.moved_bytes["read"]
+        assert sum(by_lane.get("read", 0) for by_lane in llm.stats.moved_of.values()) == llm.stats.moved_bytes["read"]
 
 
 RUNNING = {
@@ -318,7 +318,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("values", covering(BESIDE))
+@pytest.mark.parametrize("values", most_of(BESIDE))
 def test_the_host_attends_where_attention_has_a_gate(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

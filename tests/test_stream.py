@@ -29,6 +29,7 @@ from tests.engine.test_shrink import same as same_but_for_last_bits
 from tests.helpers.contract import POLICIES, UNLIKE, WEIGHTS, Case, Checkpoints, compare_each_alone, recorded_logits
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import on_devices
+from tests.helpers.samples import first_of, spread
 from tests.test_contract import has_code_elsewhere
 
 LENGTHS = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5, 1, 12, 4, 9)
@@ -202,7 +203,8 @@ def test_whoever_wants_no_more_closes_the_iterator(checkpoints: Checkpoints, off
 
 
 @pytest.mark.parametrize(
-    ("place", "policy"), [(Op.COMPUTE, POLICIES[1]), (Op.READ_KV, POLICIES[0]), (Op.WRITE_KV, POLICIES[1])]
+    ("place", "policy"),
+    first_of(spread([(Op.READ_KV, POLICIES[0]), (Op.COMPUTE, POLICIES[1]), (Op.WRITE_KV, POLICIES[1])]), 2),
 )
 def test_where_memory_runs_out_the_rest_goes_on_in_smaller_blocks(
     place: Op, policy: tuple[Any, ...], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch

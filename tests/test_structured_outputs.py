@@ -105,8 +105,8 @@ def test_texts_of_all_kinds_are_made_beside_each_other_and_come_again(llm: LLM) 
 
 
 def test_rows_that_come_and_go_say_what_they_say_alone(llm: LLM) -> None:
-    wanted = llm.generate(PROMPTS * 3, of_five() * 3, seed=5)
-    requests = [Request(prompt, params) for prompt, params in zip(PROMPTS * 3, of_five() * 3)]
+    wanted = llm.generate(PROMPTS * 2, of_five() * 2, seed=5)
+    requests = [Request(prompt, params) for prompt, params in zip(PROMPTS * 2, of_five() * 2)]
     found = sorted(llm.generate_stream(requests, seed=5), key=lambda one: one.index)
     assert bare(found) == bare(wanted)
     heard: dict[int, str] = {}

@@ -24,14 +24,15 @@ from benchmarks.baselines.request import Answer, Request
 from benchmarks.baselines.sizes import kv_bytes, weight_bytes
 from benchmarks.baselines.systems import system_named
 from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.samples import first_of, slow
 from tests.helpers.tiny import BLOCKS, VOCAB, save_tiny
 
 ROOT = Path(__file__).parents[2]
-PEERS = ["transformers", "accelerate", "airllm", "flexgen", pytest.param("deepspeed", marks=pytest.mark.slow)]  # it compiles
+PEERS = ["transformers", "accelerate", "airllm", "flexgen", slow("deepspeed")]  # the last one compiles
 LAYOUTS = ["opt", "llama-gqa", "neox-parallel"]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=first_of(LAYOUTS, 1))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, folder)

@@ -37,6 +37,7 @@ from tests.helpers.contract import opened
 from tests.helpers.gguf_files import FAMILIES, FORMATS, USUAL_EPS, eps_key, save_gguf
 from tests.helpers.gguf_vocabularies import PREFIX, metadata_of_folder
 from tests.helpers.refusals import one_line
+from tests.helpers.samples import every_nth
 from tests.helpers.tiny import KINDS, of_each_type
 from tests.kernels.variants import used
 
@@ -83,7 +84,7 @@ def expected(model: PreTrainedModel) -> tuple[list[list[int]], list[list[float]]
     return tokens, logprobs
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", every_nth(FORMATS, 3))
 def test_every_form_gives_the_tokens_and_logits_of_its_decoded_weights_on_every_tier(format: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     model = save_gguf("llama-gqa", file, format, num_hidden_layers=2, vocab_size=113)
@@ -95,7 +96,7 @@ def test_every_form_gives_the_tokens_and_logits_of_its_decoded_weights_on_every_
 
 
 # one of each model_type says long texts in tests/models/test_families.py
-@pytest.mark.parametrize("kind", [kind for kind in RELATIVES if kind not in of_each_type(RELATIVES)])
+@pytest.mark.parametrize("kind", every_nth((kind for kind in RELATIVES if kind not in of_each_type(RELATIVES)), 2))
 def test_every_relative_gives_the_tokens_and_logits_of_transformers(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     tokens, logprobs = expected(save_gguf(kind, file, "q8_0", "q4_1", tensors_per_part=9))

@@ -39,6 +39,7 @@ from tests.clocked.context import checked
 from tests.clocked.device import ClockedDevice
 from tests.clocked.tensor import NAME
 from tests.helpers.contract import POLICIES, Case, Checkpoints
+from tests.helpers.samples import every_nth, slow
 from tests.kernels.variants import used
 
 DISK = Case("opt", (0, 0, 0, 0, 0, 0), (3, 2, 4, 2), 3, device=NAME)
@@ -279,6 +280,7 @@ class Planted:
     fault: Fault
     cases: Sequence[Case]  # one of them shows it
     work: Callable[[Case, LLM], None] = generated
+    is_alike: bool = False  # an earlier one is the same in another schedule
 
     def __str__(self) -> str:
         return self.what
@@ -374,6 +376,7 @@ FAULTS += [
         f"{op} does not need {need} in {kind.name}",
         without_needs(op, need, kind=kind),
         [replace(case, schedule=kind.name) for case in likeliest_first(op, (*MOST, *KV))],
+        is_alike=op is not Op.COMPUTE,
     )
     for kind in (RowByRow, FlexGenBarrier)
     for op, need in IN_ORDER
@@ -393,6 +396,7 @@ FAULTS += [
         f"{op} does not need {need} in {kind.name}",
         without_needs(op, need, kind=kind),
         [replace(case, schedule=kind.name) for case in STATES],
+        is_alike=kind is not Zigzag and op is not Op.COMPUTE,
     )
     for kind in (Zigzag, RowByRow, FlexGenBarrier)
     for op, need in OF_STATES
@@ -418,7 +422,7 @@ FAULTS += [
 ]
 
 
-@pytest.mark.parametrize("planted", FAULTS, ids=str)
+@pytest.mark.parametrize("planted", [slow(one) if one.is_alike else one for one in FAULTS], ids=str)
 def test_a_planted_fault_is_found(planted: Planted, by_twins: Checkpoints, offload: Path) -> None:
     assert any(run(case, planted.fault, by_twins, offload, planted.work).faults for case in planted.cases)
 
@@ -432,6 +436,6 @@ SOUND = [*MOST, *KV, *STATES, *SINGLE_SLOTS, *BESIDE, *BY_PART, HIDDEN_ON_DISK, 
 OTHERS = [replace(case, schedule=kind.name) for kind in (RowByRow, FlexGenBarrier) for case in (DISK, *KV, STATES[1])]
 
 
-@pytest.mark.parametrize("case", [*SOUND, *OTHERS], ids=str)
+@pytest.mark.parametrize("case", [*SOUND, *every_nth(OTHERS, 3)], ids=str)
 def test_nothing_is_found_where_nothing_is_planted(case: Case, by_twins: Checkpoints, offload: Path) -> None:
     assert run(case, nothing, by_twins, offload).faults == []

@@ -38,6 +38,7 @@ from tests.helpers.contract import (
 from tests.helpers.pretended import PretendedDevice
 from tests.helpers.recorded import repeated
 from tests.helpers.room import holds
+from tests.helpers.samples import first_of
 from tests.helpers.tiny import KINDS
 
 NEAR = [kind for kind in KINDS if kind.endswith("-near")]  # have positions for few tokens
@@ -59,7 +60,7 @@ def is_without_graphs(device: str) -> bool:
     return device == "cpu" and processor("cpu").build == TORCH
 
 
-@pytest.mark.parametrize("place", range(len(UNLIKE)))
+@pytest.mark.parametrize("place", first_of(range(len(UNLIKE)), 5))
 def test_replayed_steps_give_the_bits_of_the_resident_loop(
     place: int, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
@@ -220,7 +221,7 @@ def test_what_cannot_be_captured_is_computed_without_unless_graphs_are_asked_for
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
-@pytest.mark.parametrize("place", range(len(UNLIKE)))
+@pytest.mark.parametrize("place", first_of(range(len(UNLIKE)), 5))
 def test_the_room_of_programs_is_counted(
     place: int, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +264,7 @@ def test_prompts_of_the_next_block_find_an_empty_room(checkpoints: Checkpoints, 
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
-@pytest.mark.parametrize("schedule", ["zigzag", "flexgen_barrier", "row_by_row"])
+@pytest.mark.parametrize("schedule", first_of(["zigzag", "row_by_row", "flexgen_barrier"], 1))
 @pytest.mark.parametrize("percent", [RESIDENT, (0, 40, 100, 0, 100, 0), (100, 0, 0, 0, 100, 0), (0, 40, 0, 0, 100, 0)])
 def test_there_are_no_more_programs_than_are_counted(
     percent: tuple[float, ...], schedule: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import mixture
 from h2o_flexgen.planning.working_space import RECORDED_BYTES, calls_of_experts, graph_count
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, compare, generate_with
+from tests.helpers.samples import every_nth, first_of, spread
 
 RESIDENT, WEIGHTS_MOVE = (100, 0, 100, 0, 100, 0), (0, 40, 100, 0, 100, 0)
 KINDS = "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "minimax", "deepseek-v3"
@@ -71,7 +72,7 @@ def _held(graphs: list[StepGraphs]) -> int:
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="torch alone is not recorded")
-@pytest.mark.parametrize(("kind", "weight_codec", "compute"), CASES)
+@pytest.mark.parametrize(("kind", "weight_codec", "compute"), every_nth(spread(CASES), 2))
 def test_recorded_mixtures_give_the_bits_of_the_resident_loop(
     kind: str, weight_codec: str, compute: str, graphs: list[StepGraphs], checkpoints: Checkpoints, offload: Path
 ) -> None:
@@ -90,7 +91,7 @@ def test_so_do_those_in_a_checkpoints_own_form(
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="torch alone is not recorded")
 @pytest.mark.parametrize("recorded", [1, 99])
-@pytest.mark.parametrize(("kind", "stored", "compute"), STORED)
+@pytest.mark.parametrize(("kind", "stored", "compute"), first_of(spread(STORED), 1))
 def test_turns_are_recorded_or_left_behind_those_that_are(
     kind: str,
     stored: str,

@@ -30,7 +30,8 @@ from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
 from tests.helpers.contract import POLICIES, Case, Checkpoints
-from tests.helpers.pairwise import covering
+from tests.helpers.pairwise import most_of
+from tests.helpers.samples import first_of
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
 RAGGED = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5)  # with 4 x 2 rows two blocks, the last one of two rows
@@ -141,7 +142,7 @@ def is_of_rows(pair: Mapping[Any, Any]) -> bool:
     return "policy" not in pair or pair.get("place") in ("allocation", Op.COMPUTE) or pair["policy"] in SHORT["policy"][:2]
 
 
-@pytest.mark.parametrize("values", covering(SHORT, needs=is_of_rows))
+@pytest.mark.parametrize("values", most_of(SHORT, needs=is_of_rows))
 def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +167,10 @@ def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     assert [BlockSize.of(one.block) for one in shrink.rest] == [BlockSize.of(run.block) for run in stats.blocks]
 
 
-@pytest.mark.parametrize("changes", [{"kv_codec": "group4"}, {"percent": ALL_ON_DISK, "buffers": 1}, {"sep_layer": False}])
+OTHERS = {"percent": ALL_ON_DISK, "buffers": 1}, {"kv_codec": "group4"}, {"sep_layer": False}
+
+
+@pytest.mark.parametrize("changes", first_of(OTHERS, 1))
 def test_under_other_plans_too_and_on_an_accelerator(
     changes: dict[str, Any], any_device: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.samples import every_nth, slow
+
 Name = str | tuple[str, ...]  # a tuple names what is chosen together: each of its values is a tuple as well
 Value = tuple[Name, int]  # what is chosen, and the number of a value of it
 Pair = tuple[Value, Value]
@@ -16,11 +18,26 @@ Pairs = list[Pair]  # that a case is there for
 Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names of what is chosen, have to meet
 
 
+MOST = 0.8  # of the pairs that are needed meet in the cases of the default run
+
+
 def covering(
     choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 10, needs: Needs = lambda pair: True
 ) -> list[dict[str, Any]]:
-    """Few cases in which all pairs meet that a test `needs`: the fewest of some ways to draw them. What a case need not have
-    is the first of its choice, which is to be the plainest."""
+    """Few cases in which all pairs meet that a test `needs`: the fewest of some ways to draw them, those first that meet most.
+    What a case need not have is the first of its choice, which is to be the plainest."""
+    return [case for case, _ in _covering(choices, needs, seed, tries)]
+
+
+def most_of(choices: Mapping[Name, Sequence[object]], needs: Needs = lambda pair: True, share: float = MOST) -> list[Any]:
+    """The same cases. In the first of them each value and most pairs meet; the others, of which each adds few, are slow."""
+    return _marked(_covering(choices, needs), share)
+
+
+def _covering(
+    choices: Mapping[Name, Sequence[object]], needs: Needs, seed: int = 0, tries: int = 10
+) -> list[tuple[dict[str, Any], float]]:
+    """Cases, and which share of the pairs has met before each; none, as long as a value has not."""
     names = list(choices)
     places = {name: range(len(choices[name])) for name in names}  # numbers instead of values, which may be long
     lacking: dict[Value, set[Value]] = {(name, place): set() for name in names for place in places[name]}
@@ -32,8 +49,26 @@ def covering(
     assert all(lacking.values()) or len(names) < 2, "a value is in no case"
     order = {value: place for place, value in enumerate(sorted(lacking, key=str))}
     drawn = (_fewer(list(_drawn(places, lacking, order, Random(f"{seed} {number}")))) for number in range(tries))
-    fewest = (_values(pairs) for pairs in min(drawn, key=len))
-    return [each_apart({name: choices[name][values.get(name, 0)] for name in names}) for values in fewest]
+    fewest = [{name: values.get(name, 0) for name in names} for values in map(_values, min(drawn, key=len))]
+    chosen = [({name: choices[name][case[name]] for name in names}, met) for case, met in _most_first(fewest, lacking)]
+    return [(each_apart(case), met) for case, met in chosen]
+
+
+def _most_first(cases: list[dict[Name, int]], lacking: Mapping[Value, set[Value]]) -> Iterator[tuple[dict[Name, int], float]]:
+    """Each next case brings the most values that have not been met, or else the most pairs."""
+    left = [(case, set(case.items()), _pairs(case, lacking)) for case in cases]
+    values, pairs = set(lacking), set[Pair]().union(*(pairs for _, _, pairs in left))
+    every = max(1, len(pairs))
+    while left:
+        case, of_case, pairs_of_case = best = max(left, key=lambda one: (len(values & one[1]), len(pairs & one[2])))
+        yield case, 0.0 if values else 1 - len(pairs) / every
+        left.remove(best)
+        values -= of_case
+        pairs -= pairs_of_case
+
+
+def _pairs(case: Mapping[Name, int], lacking: Mapping[Value, set[Value]]) -> set[Pair]:
+    return {pair for pair in itertools.combinations(case.items(), 2) if pair[1] in lacking[pair[0]]}
 
 
 def _drawn(
@@ -92,10 +127,14 @@ def _values(pairs: Pairs) -> dict[Name, int]:
 
 
 def pairs_first(choices: Mapping[Name, Sequence[object]]) -> list[Any]:
-    """All combinations; those without which any two values meet as well are slow."""
-    met = [str(case) for case in covering(choices)]
+    """All combinations; those without which most pairs of values meet as well are slow."""
+    met = [str(case) for case, share in _covering(choices, lambda pair: True) if share < MOST]
     every = [each_apart(dict(zip(choices, values))) for values in itertools.product(*choices.values())]
-    return [case if str(case) in met else pytest.param(case, marks=pytest.mark.slow) for case in every]
+    return [case if str(case) in met else slow(case) for case in every]
+
+
+def _marked(cases: Sequence[tuple[dict[str, Any], float]], share: float) -> list[Any]:
+    return [slow(case) if met >= share else case for case, met in cases]
 
 
 def each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
@@ -103,17 +142,17 @@ def each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
     return together | {name: value for name, value in case.items() if isinstance(name, str)}
 
 
-def on_devices(choices: Mapping[Name, Sequence[object]], needs: Needs = lambda pair: True) -> list[Any]:
+def on_devices(choices: Mapping[Name, Sequence[object]], needs: Needs = lambda pair: True, share: float = MOST) -> list[Any]:
     """The device is one more choice: the CPU, or the CPU that pretends to have memory of its own."""
-    cases = covering({**choices, "device": ("cpu", "pretended")}, needs=needs)
-    return [*cases, *_on_a_gpu(cases)]
+    cases = _covering({**choices, "device": ("cpu", "pretended")}, needs)
+    return [*_marked(cases, share), *_on_a_gpu([case for case, _ in cases])]
 
 
-def in_turn(choices: Mapping[str, Sequence[object]]) -> list[Any]:
-    """All combinations, one on the CPU, the next on the CPU that pretends, and so on."""
+def in_turn(choices: Mapping[str, Sequence[object]], nth: int = 1) -> list[Any]:
+    """All combinations, one on the CPU, the next on the CPU that pretends. A default run has each `nth` of them."""
     every = (dict(zip(choices, values)) for values in itertools.product(*choices.values()))
     cases: list[dict[str, Any]] = [{**case, "device": ("cpu", "pretended")[place % 2]} for place, case in enumerate(every)]
-    return [*cases, *_on_a_gpu(cases)]
+    return [*every_nth(cases, nth), *_on_a_gpu(cases)]
 
 
 def _on_a_gpu(cases: list[dict[str, Any]]) -> list[Any]:

@@ -23,6 +23,7 @@ from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan
 from tests.helpers.refusals import one_line
 from tests.helpers.resident import resident_generate, weights_by_layer
+from tests.helpers.samples import every_nth
 from tests.helpers.tiny import KINDS, VOCAB, checkpoint_tensors, random_model
 
 BLOCKS, WINDOW = 2, 6
@@ -367,7 +368,7 @@ def packs(pairs: list[Pair]) -> Iterator[list[Pair]]:
         yield pack
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", every_nth(MODELS, 2))
 def test_every_key_means_what_it_means_to_transformers(model_type: str, tmp_path: Path) -> None:
     random, values = Random(model_type), values_of(model_type)
     most = {key: ROPES_TRIED if key in ROPES else VALUES_TRIED for key in VALUES}

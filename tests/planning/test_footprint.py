@@ -72,7 +72,7 @@ from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, encoded_with
-from tests.helpers.pairwise import covering
+from tests.helpers.pairwise import most_of
 from tests.helpers.resident import index_of
 from tests.helpers.tiny import tiny_config
 from tests.kernels.stored import random_matrix
@@ -131,7 +131,7 @@ def arena_parts(footprint: Footprint, tier: str, accelerator: bool) -> dict[str,
 def test_no_more_places_of_weights_are_kept_than_are_counted(
     percent: tuple[float, ...], schedule: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    case = Case("olmoe", percent, (5, 9, 2, 7), 7, gpu_batch_size=2, num_gpu_batches=2, buffers=4, schedule=schedule)
+    case = Case("olmoe", percent, (5, 9, 2, 7), 7, gpu_batch_size=2, num_gpu_batches=2, buffers=3, schedule=schedule)
     with case.open(checkpoints, offload) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         assert llm.stats is not None and llm.loaded._engine is not None
@@ -295,7 +295,7 @@ def is_of_room(pair: Mapping[Any, Any]) -> bool:
     return pair.keys() != {"kind", "kept"} or pair["kept"] < 3 or pair["kind"] in ("opt", "llama-gqa", "deepseek-v3")
 
 
-@pytest.mark.parametrize("values", covering(PASSING, needs=is_of_room))
+@pytest.mark.parametrize("values", most_of(PASSING, needs=is_of_room))
 def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     kind, (rows, tokens, gen_len), (dtype, variant) = values["kind"], values["sizes"], values["computed"]
     config: Any = tiny_config(kind, **LARGER, **WIDER[kind])
@@ -326,7 +326,7 @@ def test_many_tokens_ahead_of_one_row_allocate_no_more_in_passing_than_is_estima
     assert [token for group in groups for token in group.tokens] == [(0, turn) for turn in range(60)]
     times, occupancy = max(len(group.tokens) for group in groups), plan.policy.occupancy(batch, gen_len)
     last = [(occupancy, step) for step in range(gen_len - times, gen_len)]
-    now, coding = KVStep.of(Occupancy.joint_step(last), occupancy.capacity, cpu), Coding.of(spec)
+    now, coding = KVStep.of(Occupancy.apart(last), occupancy.capacity, cpu), Coding.of(spec)
     image = torch.zeros(coding.sets, 1, spec.kv_heads, now.capacity, coding.width)
     attend = partial(KVCache(image).repeated(0, times).attend, now)
     weights = {name: torch.randn(tensor.shape) for name, tensor in spec.layers[1].tensors}
@@ -371,7 +371,7 @@ LONG: dict[Any, Any] = {
 BARE = {"kind": "opt", "tokens": 100, "at_once": 1, "kept": 0, "computed": LONG["computed"][0], "kv_codec": PLAIN}
 
 
-@pytest.mark.parametrize("values", [*covering(LONG, needs=is_of_room), BARE])
+@pytest.mark.parametrize("values", [*most_of(LONG, needs=is_of_room), BARE])
 def test_a_prompt_in_pieces_allocates_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     """And what is estimated does not grow with the prompt by what its layers work in."""
     kind, (dtype, variant), tokens = values["kind"], values["computed"], values["tokens"]
@@ -438,7 +438,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(EXPERTS)))
+@pytest.mark.parametrize("values", most_of(EXPERTS))
 def test_experts_allocate_no_more_in_passing_than_their_slice_says(values: dict[str, Any]) -> None:
     """Without any slack, and hardly less than they say, where a matrix has both ways in."""
     kind, counts, (dtype, variant) = values["kind"], values["counts"], values["computed"]
@@ -466,7 +466,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("values", covering(PIECES))
+@pytest.mark.parametrize("values", most_of(PIECES))
 def test_slices_of_experts_allocate_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     """One after the other, each over all pieces of a prompt, with the wide states that lie between them."""
     kind, (dtype, variant), (weight_codec, compute) = values["kind"], values["computed"], values["weights"]
@@ -512,7 +512,7 @@ OF_STATES = {
 }
 
 
-@pytest.mark.parametrize("values", covering(OF_STATES))
+@pytest.mark.parametrize("values", most_of(OF_STATES))
 def test_states_are_passed_in_no_more_room_than_is_estimated(values: dict[str, Any]) -> None:
     """In torch, what is held of many rows in passing is more than all else of a layer."""
     config: Any = tiny_config(values["kind"], **LARGER, intermediate_size=256, **values["sizes"])
@@ -608,7 +608,7 @@ BEHIND_PREFIXES: dict[Any, Any] = {
 }
 
 
-@pytest.mark.parametrize("values", covering(BEHIND_PREFIXES))
+@pytest.mark.parametrize("values", most_of(BEHIND_PREFIXES))
 def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     (rows, own, shared), (dtype, variant), kept = values["sizes"], values["computed"], KEPT[values["kept"]]
     config: Any = tiny_config("llama-gqa", **LARGER, **WIDER["llama-gqa"])
@@ -693,7 +693,7 @@ LOOKED_UP: dict[Any, Any] = {
 }
 
 
-@pytest.mark.parametrize("values", covering(LOOKED_UP))
+@pytest.mark.parametrize("values", most_of(LOOKED_UP))
 def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(values: dict[str, Any]) -> None:
     kind, rows, tokens, dtype, format = (values[name] for name in ("kind", "rows", "tokens", "dtype", "format"))
     config: Any = tiny_config(kind, **LARGER, **WIDER.get(kind, {"word_embed_proj_dim": 256}), vocab_size=4000)
@@ -753,7 +753,7 @@ SCORED: dict[Any, Any] = {
 }
 
 
-@pytest.mark.parametrize("values", covering(SCORED))
+@pytest.mark.parametrize("values", most_of(SCORED))
 def test_scoring_allocates_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     kind, tokens, vocab, at_once, dtype = (values[name] for name in ("kind", "tokens", "vocab", "at_once", "dtype"))
     config: Any = tiny_config(kind, **LARGER, **WIDER[kind], vocab_size=vocab)

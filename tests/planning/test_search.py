@@ -9,6 +9,7 @@ from functools import cache
 from itertools import pairwise
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -34,6 +35,8 @@ from h2o_flexgen.planning.search import (
     search,
 )
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
+from h2o_flexgen.policies.full import Full
+from tests.helpers.samples import first_of, spread
 from tests.helpers.tiny import tiny_config
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
@@ -76,7 +79,7 @@ def freely(accelerator: bool, **changes: object) -> SearchResult:
     return search(scarce(accelerator, 0.3, **changes))
 
 
-@pytest.mark.parametrize(("accelerator", "share"), [(False, 0.1), (True, 0.1), (True, 0.4), (False, 0.8)])
+@pytest.mark.parametrize(("accelerator", "share"), first_of(spread([(False, 0.1), (True, 0.4), (True, 0.1), (False, 0.8)]), 2))
 def test_what_is_found_fits_and_is_the_best_of_what_was_simulated(accelerator: bool, share: float) -> None:
     asked = scarce(accelerator, share)
     found = search(asked)
@@ -112,6 +115,11 @@ def test_kv_of_which_steps_choose_what_they_attend_may_go_to_disk() -> None:
         assert one.plan.policy.recall == 0.5 and asked.largest(one.plan).fits(asked.limits)
     offloaded = asked.largest(replace(found.best.plan, kv=Shares(0.0, 0.5)))
     assert offloaded.fits(MemoryLimits()) and offloaded.blocks.first.schedule.traffic.choosing
+    with (
+        patch.object(Full, "keeps_all", False),
+        pytest.raises(ValueError, match=r"kv_recall 0\.5 cannot be had with kv_policy"),
+    ):
+        offloaded.refuse_what_does_not_fit(MemoryLimits())
 
 
 def test_a_share_is_attended_where_it_may_be_and_is_faster() -> None:
@@ -146,7 +154,7 @@ def test_a_front_has_nothing_that_another_point_beats() -> None:
         assert one.block_seconds < other.block_seconds and one.tokens_per_second < other.tokens_per_second
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("accelerator", first_of([False, True], 1))
 def test_a_full_disk_leaves_the_memory(accelerator: bool) -> None:
     found = search(problem(accelerator, MemoryLimits(host=1 << 30, disk=0), workload=Workload.uniform(8, 20, 10)))
     assert found.best.plan.kv.disk == found.best.plan.hidden.disk == 0
@@ -244,7 +252,7 @@ def test_rounded_products_are_taken_where_they_are_faster(rates: dict[str, float
 # -- latency -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("accelerator", "part"), [(False, 0.1), (True, 0.4), (False, 0.8)])
+@pytest.mark.parametrize(("accelerator", "part"), first_of(spread([(True, 0.4), (False, 0.1), (False, 0.8)]), 1))
 def test_a_latency_limit_is_kept(accelerator: bool, part: float) -> None:
     free = freely(accelerator)
     soonest, best = free.front[0].block_seconds, free.best.block_seconds
@@ -315,7 +323,7 @@ def job(rows: int) -> Workload:
     return Workload.running([SeatNeed(random.randint(2, 20), min(30, int(2 * random.paretovariate(1.0)))) for _ in range(rows)])
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("accelerator", first_of([False, True], 1))
 def test_a_plan_for_rows_that_come_and_go_is_near_the_best_of_all_sizes(accelerator: bool) -> None:
     asked = problem(accelerator, workload=job(96), batches=(1, 2))
     found = search(asked)

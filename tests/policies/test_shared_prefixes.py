@@ -20,6 +20,7 @@ from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
+from tests.helpers.samples import every_nth
 from tests.policies.oracle import Head
 from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, judge_of, name_of, probe_of, sinks_of, turn
 
@@ -95,7 +96,7 @@ BOTH_WAYS = [  # with the first options of a policy; with others one way and the
 ]
 
 
-@pytest.mark.parametrize(("kept", "copies"), BOTH_WAYS)
+@pytest.mark.parametrize(("kept", "copies"), every_nth(BOTH_WAYS, 2))
 def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any], copies: bool) -> None:
     policy = Plan.create(**kept).policy
     own = [33 if copies and policy.last_queries else length for length in OWN]  # all queries that count are behind the prefix

@@ -25,7 +25,7 @@ class Launch:
     loads: Mapping[str, int] = field(default_factory=dict)  # by kernel: the bytes that its widest loads have at least
     narrowest: Mapping[str, int] = field(default_factory=dict)  # by kernel: no load has fewer bytes
     since: int = CAPABILITIES[0]  # GPUs from this capability on; older ones never launch it
-    is_rare: bool = False  # another launch has the same kernels, and takes more of a GPU: not compiled by a default run
+    is_rare: bool = False  # another launch has the same kernels, and takes more of a GPU: not compiled for the oldest one alone
     kernels: int | None = None  # that the call launches; None: that is held nowhere
 
 

@@ -1,6 +1,6 @@
 """Launches through a driver that is pretended, which notes what CUDA's would be told: a program of its own.
 
-    python -m tests.kernels.gpu.launching FOLDER
+    python -m tests.kernels.gpu.launching FOLDER CALL [more names of calls]
 
 It must not interpret (no TRITON_INTERPRET). The last line is a JSON document of what was seen.
 """
@@ -12,7 +12,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,16 +99,16 @@ def compared(told: Told) -> Iterator[list[tuple[str, int, bool, bool]]]:
         yield found
 
 
-def calls(driver: PretendedDriver) -> Iterator[Seen]:
+def calls(driver: PretendedDriver, names: Collection[str]) -> Iterator[Seen]:
     told = Told(driver)
-    for name, call in subjects():
+    for name, call in (one for one in subjects() if one[0] in names):
         call()
         with doors() as through, Made() as made:
             call()
         with compared(told) as found:
             call()
-        names, parameters, alike, mistakes = zip(*found, strict=True)
-        yield Seen(name, [*names], len(through), made.tensors, sum(parameters), all(alike), all(mistakes))
+        kernels, parameters, alike, mistakes = zip(*found, strict=True)
+        yield Seen(name, [*kernels], len(through), made.tensors, sum(parameters), all(alike), all(mistakes))
 
 
 def by_the_door() -> Iterator[tuple[str, Counter[str]]]:
@@ -128,14 +128,14 @@ def by_the_door() -> Iterator[tuple[str, Counter[str]]]:
         yield launching.why_not() or "", Counter(through)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with torch.inference_mode():
         driver = pretend_a_gpu(folder)
-        document = {"calls": [asdict(one) for one in calls(driver)], "doors": dict(by_the_door())}
+        document = {"calls": [asdict(one) for one in calls(driver, names)], "doors": dict(by_the_door())}
     print(json.dumps(document))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -33,6 +33,7 @@ from h2o_flexgen.models import mixture
 from h2o_flexgen.models.llama import Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts, Routed
 from h2o_flexgen.models.tensor_ops import gating
+from tests.helpers.samples import first_of, spread
 from tests.kernels.stored import inputs_of, random_matrix
 from tests.kernels.test_tile_product import packed, x_of
 
@@ -60,7 +61,7 @@ def test_rows_are_gathered_as_torch_gathers_them(tokens: int, each: int, gpu: to
         assert len(one) == tokens * each and torch.equal(one.cpu()[:count], other[:count])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", first_of([4, 8], 1))
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_rows_of_each_expert_come_out_as_they_do_alone(bits: int, has_bias: bool, gpu: torch.device) -> None:
     x, begins = x_of(9, 130, torch.float16).to(gpu), torch.tensor([0, 1, 1, 7, 8])  # and one row that belongs to none of them
@@ -167,7 +168,8 @@ def test_a_slice_of_few_tokens_is_as_where_python_counts_and_waits_for_nothing(
 
 
 @pytest.mark.parametrize(
-    ("name", "has_bias"), [("mxfp4", True), ("q4_K", False), ("q4_0", True), ("fp8-128x128-float32", False)]
+    ("name", "has_bias"),
+    first_of(spread([("mxfp4", True), ("q4_K", False), ("q4_0", True), ("fp8-128x128-float32", False)]), 2),
 )
 def test_so_do_those_in_a_checkpoints_own_form(name: str, has_bias: bool, gpu: torch.device) -> None:
     format = FORMATS[name]

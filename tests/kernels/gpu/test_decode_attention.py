@@ -16,7 +16,7 @@ from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.slots import Coding
-from tests.helpers.pairwise import covering, pairs_first
+from tests.helpers.pairwise import most_of, pairs_first
 from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_decode_attention import drawn, exact
 
@@ -58,7 +58,7 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 NEAR = {"format": FORMATS, "dtype": list(TOLERANCES), "shape": SHAPES, "gathers": (SUM, MAX), "cap": CAPS}
 
 
-@pytest.mark.parametrize("values", covering(NEAR))
+@pytest.mark.parametrize("values", most_of(NEAR))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any], short_chunks: int) -> None:
     format, dtype, shape, gathers, cap = (values[name] for name in NEAR)
     q, *text, held, mask = drawn(shape, dtype)

@@ -17,6 +17,7 @@ from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.gpu import functions
 from tests.delayed.declared import WRITTEN, only_read
 from tests.helpers.contract import Case, Checkpoints, hold_contract
+from tests.helpers.samples import slow
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +54,11 @@ ONE_ROW = SHORT | {"lengths": (4,), "gen_len": 2, "num_gpu_batches": 1}
 H2O, STREAMING = (("kv_policy", "h2o"), ("heavy", 1), ("recent", 2)), (("kv_policy", "streaming"), ("sinks", 1), ("recent", 2))
 CASES = (
     Case(**SHORT, percent=(0, 100, 0, 100, 0, 100), policy=H2O),
-    pytest.param(
-        Case("llama-gqa", **SHORT, percent=(0, 100, 50, 0, 100, 0), kv_codec="group4", weight_codec="group4"),
-        marks=pytest.mark.slow,
-    ),
-    Case("llama-gqa", **SHORT, percent=(100, 0, 0, 100, 100, 0), kv_codec="group8", policy=STREAMING),
+    slow(Case("llama-gqa", **SHORT, percent=(0, 100, 50, 0, 100, 0), kv_codec="group4", weight_codec="group4")),
+    slow(Case("llama-gqa", **SHORT, percent=(100, 0, 0, 100, 100, 0), kv_codec="group8", policy=STREAMING)),
     Case("opt", **ONE_ROW, percent=(0, 100, 0, 100, 0, 100), weight_codec="group8", kv_codec="group4"),
-    pytest.param(Case("olmoe", **ONE_ROW, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4"), marks=pytest.mark.slow),
-    pytest.param(
-        Case("opt", **ONE_ROW, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4", compute=INT8), marks=pytest.mark.slow
-    ),
+    slow(Case("olmoe", **ONE_ROW, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4")),
+    slow(Case("opt", **ONE_ROW, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4", compute=INT8)),
 )
 
 

@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.gpu import shared_attention as module
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kv.slots import Coding
-from tests.helpers.pairwise import covering
+from tests.helpers.pairwise import most_of
 from tests.kernels.gpu.test_cap import CAPS
 from tests.kernels.test_shared_attention import drawn, exact
 
@@ -42,7 +42,7 @@ def attended(gpu: torch.device, q: torch.Tensor, *kept: KVSlots, cap: float | No
     return More(*(one.cpu() for one in shared_attention(q.to(gpu), *slots, cap)))
 
 
-@pytest.mark.parametrize("values", covering(CHOICES))
+@pytest.mark.parametrize("values", most_of(CHOICES))
 def test_it_is_near_float64(gpu: torch.device, values: dict[str, Any]) -> None:
     format, dtype, shape, cap = (values[name] for name in CHOICES)
     q, *text = drawn(shape, dtype)
