@@ -193,7 +193,7 @@ def test_memory_that_does_not_last_for_one_row_is_one_line(command: Any, opt: Pa
 
 def test_every_lane_moved_what_was_predicted_and_has_a_bound(command: Any, opt: Path) -> None:
     result = command("--model", opt, *SMALL, "--num-prompts", "7", *DISK_HEAVY)
-    lanes, of_data = result.json["lanes"], result.json["moved_of"]
+    lanes, of_data = result.json["lanes"], result.json["moved_by_data"]
     assert set(of_data) == {"weights", "KV", "activations"} and any(line.startswith("moved ") for line in result.out)
     for name, lane in lanes.items():
         assert lane["moved_bytes"] == sum(by_lane.get(name, 0) for by_lane in of_data.values()), name

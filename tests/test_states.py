@@ -125,9 +125,9 @@ def test_a_run_moves_the_bytes_that_are_predicted(
     with case.open(checkpoints, offload) as llm:
         llm.generate(case.prompts, case.params)
         assert llm.stats is not None
-        states = llm.stats.moved_of["states"]
+        states = llm.stats.moved_by_data["states"]
         assert states["read"] == states["write"] > 0
-        assert sum(by_lane.get("read", 0) for by_lane in llm.stats.moved_of.values()) == llm.stats.moved_bytes["read"]
+        assert sum(by_lane.get("read", 0) for by_lane in llm.stats.moved_by_data.values()) == llm.stats.moved_bytes["read"]
 
 
 RUNNING = {

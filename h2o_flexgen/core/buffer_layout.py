@@ -249,15 +249,15 @@ class KVLayout:
     """The KV of one batch in one layer. In memory it is an image of all slots. On disk, slots are padded so that any range can
     be read and written directly; after them is a journal of slots that changed one by one.
 
-    Where decode steps choose the tokens that they read, rows lie apart on disk, and each has its tokens in *page groups*: as
-    many tokens as a page has room for, or one in several. A token has its keys of all heads, and behind them its values."""
+    Where decode steps choose the tokens that they read, KV lies row by row on disk. Each row has its tokens in *page groups*:
+    as many tokens as a page has room for, or one in several. A token has its keys of all heads, and behind them its values."""
 
     rows: int
     heads: int
     slots: int  # slots of each row
     journal: int  # slots of the journal
     row_bytes: int  # bytes of a row's keys and values in one slot
-    apart: bool = False  # on disk, row by row
+    in_pages: bool = False  # on disk, row by row, in page groups
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -290,7 +290,7 @@ class KVLayout:
 
     @property
     def disk_bytes(self) -> int:
-        return self.rows * self.disk_row_bytes if self.apart else self.journal_start(self.journal)
+        return self.rows * self.disk_row_bytes if self.in_pages else self.journal_start(self.journal)
 
     @property
     def page_group_tokens(self) -> int:
@@ -302,7 +302,7 @@ class KVLayout:
 
     @property
     def disk_row_bytes(self) -> int:
-        """Bytes of a row that lies apart."""
+        """Bytes of a row in page groups."""
         return -(-self.slots // self.page_group_tokens) * self.page_group_bytes
 
     def journal_start(self, entry: int) -> int:
@@ -315,7 +315,7 @@ class KVLayout:
 
     @property
     def page_groups_at_once(self) -> int:
-        """The number of page groups of a row that lies apart, alike."""
+        """The number of page groups that a disk thread takes at a time."""
         return max(1, CHUNK_BYTES // self.page_group_bytes)
 
     def of_rows(self, rows: int) -> KVLayout:

@@ -104,7 +104,7 @@ class BlockRun:
     moved_bytes: Mapping[str, int]  # bytes per lane, of all devices
     skipped_bytes: Mapping[str, int]  # what was not moved: experts that no row chose, tokens that several KV heads chose
     busy_seconds: Mapping[str, float]  # per lane, of the device on which the lane was busy longest
-    moved_of: Mapping[Op, int] = field(default_factory=dict)  # bytes per op, of all devices
+    moved_by_op: Mapping[Op, int] = field(default_factory=dict)  # bytes per op, of all devices
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
     unrecorded: Mapping[str, str] = field(default_factory=dict)  # layers that were computed without one, and why
@@ -141,7 +141,7 @@ class _Measures:
     drafted: Drafted = NONE_DRAFTED
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
-    moved_of: Mapping[Op, int] = field(default_factory=dict)
+    moved_by_op: Mapping[Op, int] = field(default_factory=dict)
     skipped_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, step: int, tokens: int) -> None:
@@ -432,7 +432,7 @@ class Engine:
                 self._count_graphs(state.graphs, measures)
                 measures.drafted = Drafted.total(batch.drafted for batch in alive)
                 measures.lane_seconds = longest_by_kind(executor.lane_seconds)
-                measures.moved_bytes, measures.moved_of = sum_by_kind(executor.moved_bytes), executor.moved_of
+                measures.moved_bytes, measures.moved_by_op = sum_by_kind(executor.moved_bytes), executor.moved_by_op
                 skipped = (*(weights.skipped_bytes for weights in self._weights), *(each.kv.skipped_bytes for each in own))
                 measures.skipped_bytes = sum(skipped, Counter())
 
@@ -814,7 +814,7 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         step_seconds=tuple(steps[1:]),
         tokens=measures.tokens,
         moved_bytes=measures.moved_bytes,
-        moved_of=measures.moved_of,
+        moved_by_op=measures.moved_by_op,
         skipped_bytes=measures.skipped_bytes,
         busy_seconds=measures.lane_seconds,
         replayed=measures.replayed,

@@ -104,7 +104,7 @@ class Executor:
         self.trace = Trace(())  # trace of the last run, even if it failed
         self.lane_seconds: Mapping[str, float] = {}  # of the last run, for each lane that did something
         self.moved_bytes: Mapping[str, int] = {}
-        self.moved_of: Mapping[Op, int] = {}
+        self.moved_by_op: Mapping[Op, int] = {}
 
     def run(self, tasks: Iterable[Task]) -> Trace:
         for _ in self.steps(tasks):
@@ -136,7 +136,7 @@ class Executor:
             self.trace = self._recorder.trace()
             self.lane_seconds = self._recorder.lane_seconds(self.trace)
             self.moved_bytes = {lane: self._recorder.moved_bytes[lane] for lane in self.lane_seconds}
-            self.moved_of = self._recorder.moved_of
+            self.moved_by_op = self._recorder.moved_by_op
         self._raise_failure()
 
     def _start_of(self, device: Device) -> Marker | None:

@@ -32,7 +32,7 @@ class Recorder:
         self._marked: deque[tuple[Task, Marker | None, Marker, int]] = deque()
         self._before: deque[tuple[Task, Marker, Marker, int]] = deque()
         self.moved_bytes: Counter[str] = Counter()  # by lane
-        self.moved_of: Counter[Op] = Counter()  # the same by op
+        self.moved_by_op: Counter[Op] = Counter()  # the same by op
         self._seconds: Counter[str] = Counter()  # of tasks that were over when their actions returned, by lane
         self._timed: Counter[Kind] = Counter()  # seconds of marked tasks
         self._timed_tasks: Counter[Kind] = Counter()
@@ -72,7 +72,7 @@ class Recorder:
     def _ends(self, task: Task, first: Marker | None, last: Marker, moved: int) -> Key:
         if first is None:
             self.moved_bytes[self._lanes.of(task)] += moved
-            self.moved_of[task.op] += moved
+            self.moved_by_op[task.op] += moved
             self._untimed_tasks[self._kind(task)] += 1
         else:
             self._timed_tasks[self._kind(task)] += 1
@@ -92,7 +92,7 @@ class Recorder:
 
     def _keep(self, span: Span) -> None:
         self.moved_bytes[span.lane] += span.bytes
-        self.moved_of[span.key.op] += span.bytes
+        self.moved_by_op[span.key.op] += span.bytes
         self._kept.append(span)
 
     def busy_seconds(self) -> Mapping[str, float]:

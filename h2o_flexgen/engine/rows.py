@@ -234,11 +234,13 @@ class BatchRows:
         return min(first for first, _ in ranges), max(last for _, last in ranges)
 
     def ranges(self, level: int) -> Sequence[RowRange]:
-        """The slots that this step writes in the heads of a level, row by row, where every token stays in its place."""
+        """The slots that this step writes in the heads of a level, row by row, where every token stays in its place, or all
+        are chosen anew."""
         found = []
         for part in self._own_parts:
             slots = part.levels[level].slots
-            counts = (0,) * len(slots.counts) if slots.copies else slots.counts
+            is_anew = slots.copies or (slots.is_prefill and slots.evicts)
+            counts = (0,) * len(slots.counts) if is_anew else slots.counts
             found += [RowRange(row, *own) for row, own in enumerate(zip(counts, slots.after), part.rows.start or 0)]
         return found
 
@@ -526,7 +528,7 @@ class BatchRows:
     def _steps_at(self, rows: Sequence[tuple[RowState, int]]) -> tuple[KVStep, ...]:
         """The decode step of rows that are each at a step of their own."""
         each, steps = [self._slots[row.row] for row, _ in rows], [step for _, step in rows]
-        return self._steps_of((Occupancy.apart([*zip(slots, steps)]) for slots in zip(*each)), self._shared_by(rows))
+        return self._steps_of((Occupancy.joint_step([*zip(slots, steps)]) for slots in zip(*each)), self._shared_by(rows))
 
     def _shared_by(self, rows: Sequence[tuple[RowState, int]]) -> Sequence[SharedPrefix | None]:
         """What rows share with others and keep elsewhere than in their own slots."""

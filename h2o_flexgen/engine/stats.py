@@ -43,7 +43,7 @@ class Stats:
     total_seconds: float
     step_seconds: tuple[float, ...]  # seconds of every decode step of every block
     moved_bytes: dict[str, int]  # bytes per lane
-    moved_of: dict[str, dict[str, int]]  # the same of weights, KV, states and activations
+    moved_by_data: dict[str, dict[str, int]]  # the same of weights, KV, states and activations
     skipped_bytes: dict[str, int]  # what was not moved: experts that no row chose, tokens that several KV heads chose
     busy_seconds: dict[str, float]  # seconds per lane
     peaks: Peaks
@@ -68,7 +68,7 @@ class Stats:
         busy: Counter[str] = Counter()
         for run in runs:
             moved.update(run.moved_bytes)
-            by_op.update(run.moved_of)
+            by_op.update(run.moved_by_op)
             skipped.update(run.skipped_bytes)
             busy.update(run.busy_seconds)
         prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
@@ -81,7 +81,7 @@ class Stats:
             total_seconds=prefill + decode,
             step_seconds=tuple(seconds for run in ended for seconds in run.step_seconds),
             moved_bytes=dict(moved),
-            moved_of=_by_data(by_op),
+            moved_by_data=_by_data(by_op),
             skipped_bytes={lane: nbytes for lane, nbytes in skipped.items() if nbytes},
             busy_seconds=dict(busy),
             peaks=peaks,

@@ -120,7 +120,8 @@ def chosen_attention(
     attend a KV head, it is that: tiles want their slots side by side."""
     (rows, kv_heads, group, dim), most = q.shape, chosen.shape[-1]
     if ManyQueries.of(group, most, dim) is not None:
-        copies = side_by_side(keys, chosen), side_by_side(values, chosen)
+        own = side_by_side(keys, chosen)
+        copies = own, own if values is keys else side_by_side(values, chosen)
         return decode_attention(q, *copies, counts, q.new_empty(0), more, gathers, cap)
     q, is_wide = q.contiguous(), q.dtype == torch.float32
     out, shares = torch.empty_like(q), torch.empty(rows, kv_heads, group, most, dtype=torch.float32)

@@ -299,7 +299,8 @@ def chosen_attention(
     if function := chosen(CHOSEN_ATTENTION, keys.format, q, width=q.shape[3]):
         out, got = function(q, keys, values, slots, counts, more, gathers, cap)
         return out, got
-    taken = _taken(keys, slots), _taken(values, slots)
+    own = _taken(keys, slots)
+    taken = own, own if values is keys else _taken(values, slots)
     return decode_attention(q, *taken, counts, _mask(counts, slots.shape[-1]), more, gathers, cap)
 
 

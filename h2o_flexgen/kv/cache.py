@@ -351,7 +351,7 @@ class KVCache:
 
     def choose(self, now: KVStep, tokens: NewTokens) -> None:
         """Notes the slots that a decode step attends. The step itself appends the newest tokens once more."""
-        assert self._index is not None and self._scores is None
+        assert self._index is not None
         q, more = self._appended(now, tokens)
         _, keys, _, _, _, index = self.living(len(q))
         assert index is not None
@@ -417,8 +417,11 @@ class KVCache:
             self.replaced = self._evict(now, image, scores, got)
         if index is not None and self.replaced is not None:
             index.follow(now, self.replaced)
+        newest = now.counts[:, None].expand(-1, kv_heads)
+        if scores is not None and self.choice.is_needed:
+            self.choice.changed = newest if self.replaced is None else self.replaced
         if self.replaced is None and now.slots.stores_singly:
-            self.replaced = now.counts[:, None].expand(-1, kv_heads)
+            self.replaced = newest
         return out.reshape(rows, 1, heads * head_dim)
 
     def _evict(self, now: KVStep, image: Tensor, scores: SlotScores, got: Tensor | None) -> Tensor | None:

@@ -20,20 +20,21 @@ from h2o_flexgen.kernels.operations import choose_slots, chosen_attention, take_
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.policies.recall import FIRST, INDEX, RECENT, attended
+from h2o_flexgen.policies.recall import FIRST, INDEX, NEWEST, RECENT, attended
 
 ALWAYS = Always(FIRST, RECENT)
-OUT_OF_ORDER = Always(FIRST, 1)  # where tokens take over slots of others: which are the recent ones, no slot says
+OUT_OF_ORDER = Always(FIRST, NEWEST)
 
 
 @dataclass
 class ChosenSlots:
-    """The slots that a decode step has chosen before it attends, for as long as they are on their way from a disk. A cache and
-    its parts have it together."""
+    """The slots that a decode step has chosen before it attends, for as long as they are on their way from a disk, and those
+    that it changes. A cache and its parts have it together."""
 
     now: KVStep | None = None
     slots: Tensor | None = None  # (rows, kv_heads, most)
     is_needed: bool = False  # the other slots are not there
+    changed: Tensor | None = None  # (rows, kv_heads): where the newest tokens of the last step are, under a policy that evicts
 
     def taken(self, now: KVStep) -> Tensor | None:
         """The slots of this step, if they are chosen; they are forgotten here."""

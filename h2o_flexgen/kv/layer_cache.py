@@ -68,8 +68,8 @@ class LayerCache:
 
     def choose(self, now: Steps, tokens: NewTokens) -> NoReturn:
         """Notes what a decode step attends, where it chooses that, and ends the computation of its layer there."""
-        ((level, _),), (cache,) = self._heads, self._caches
-        cache.choose(now[level], tokens)
+        for level, heads, cache in self._levels():
+            cache.choose(now[level], tokens if len(self._caches) == 1 else tokens.of_heads(heads))
         raise OnlyChosen
 
     def attend_in_turn(self, now: Steps, ahead: Sequence[tuple[slice, Steps, bool, int | None]], tokens: NewTokens) -> Tensor:

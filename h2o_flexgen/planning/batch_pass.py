@@ -103,8 +103,8 @@ class BatchPass(Protocol):
         """Slots that are written to disk."""
 
     @property
-    def grown(self) -> int:
-        """Slots that are new, of each row its own: what is written where rows lie apart on disk."""
+    def changed(self) -> int:
+        """Slots that change, of each row its own: what is written where KV lies in pages on disk."""
 
     @property
     def counts(self) -> Sequence[int]:
@@ -195,8 +195,10 @@ class StepOfBatch:
         return self._batch.size * self.occupancy.written(self.step)
 
     @property
-    def grown(self) -> int:
-        return sum(self.occupancy.counts(self.step + 1)) - sum(self.occupancy.counts(self.step))
+    def changed(self) -> int:
+        if self.step:
+            return self.rows
+        return sum(self.occupancy.counts(1)) - (0 if self.evicts else sum(self.occupancy.counts(0)))
 
     @property
     def counts(self) -> Sequence[int]:

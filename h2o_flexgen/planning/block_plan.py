@@ -99,7 +99,7 @@ class BlockPlan:
 
     @cached_property
     def kv(self) -> HeldKV:
-        return HeldKV(self.spec, self.levels, self.block, index_is_apart=DISK in self.placement.kv.values())
+        return HeldKV(self.spec, self.levels, self.block, index_is_copy=DISK in self.placement.kv.values())
 
     @cached_property
     def states(self) -> Mapping[Place, StateLayout]:

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple
 
+from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.core.workload import Block
@@ -19,7 +20,7 @@ from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.seating import Seating
-from h2o_flexgen.policies.recall import ALL, attended, index_bytes, most_brought, page_groups_brought
+from h2o_flexgen.policies.recall import ALL, attended, index_bytes
 from h2o_flexgen.schedule.ops import LANES, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -39,7 +40,7 @@ class ReadSlots(NamedTuple):
     indexed: float = 0.0  # slots of which it reads the index, to choose them
 
 
-class MovedApart(NamedTuple):
+class MovedPages(NamedTuple):
     """What a visit moves of KV that lies row by row on disk, in page groups, which are read and written whole."""
 
     nbytes: float
@@ -125,8 +126,8 @@ class Cost:
         if op.data is Data.KV:
             if op is Op.ATTEND:
                 return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
-            if op.chooses or self.lies_apart(task):
-                return 0 if op.chooses else self._bytes_apart(task)
+            if op.chooses or self.is_in_pages(task):
+                return 0 if op.chooses else self._bytes_in_pages(task)
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
                 return self._whole_row_bytes(task)
             of_head = self.spec.at(task.layer).kv_bytes_per_head
@@ -135,36 +136,43 @@ class Cost:
             return self._state_rows(task) * self.planned.states[task.layer, task.batch].row_bytes
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
-    def lies_apart(self, task: Task | Key) -> bool:
-        """Whether KV is moved from disk or to it row by row, as steps ask for single tokens."""
+    def is_in_pages(self, task: Task | Key) -> bool:
+        """Whether KV lies row by row on disk, in page groups, as steps ask for single tokens."""
         traffic = self.schedule.traffic
         return task.layer in traffic.choosing and traffic.kv_on_disk(task.layer, task.batch)
 
-    def _bytes_apart(self, task: Task | Key) -> int:
+    def _bytes_in_pages(self, task: Task | Key) -> int:
         """What a visit writes, reads for a text that goes on, or brings of what it chooses if no two heads choose alike."""
-        (at,), row_bytes = self.by_level(task), self.spec.at(task.layer).kv_bytes_per_slot
-        if task.op.stores:
-            return at.one.grown * row_bytes
-        if not self.schedule.traffic.chooses(Visit(*task[1:4])):
-            return at.one.read * row_bytes
-        policy = self.planned.levels[at.level].policy
-        share, heads = policy.recall, policy.choosing(at.heads)
-        return sum(most_brought(share, count + 1, heads) for count in at.one.counts) * row_bytes
+        of_head = self.spec.at(task.layer).kv_bytes_per_head
+        return sum(self._tokens_in_pages(task, at) * at.heads * of_head for at in self.by_level(task))
 
-    def moved_apart(self, task: Task | Key) -> MovedApart:
-        """What a visit is expected to move of KV that lies apart."""
-        (at,) = self.by_level(task)
-        layout = self.planned.kv.layouts(task.layer, task.batch)[at.level]
+    def _tokens_in_pages(self, task: Task | Key, at: AtLevel) -> int:
+        if task.op.stores:
+            return at.one.changed
+        if not self._brings_chosen(task):
+            return at.one.read
+        choosing = self.planned.levels[at.level].policy.choosing(at.heads)
+        return sum(choosing.most_brought(count + 1) for count in at.one.counts)
+
+    def _brings_chosen(self, task: Task | Key) -> bool:
+        return task.op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4]))
+
+    def moved_pages(self, task: Task | Key) -> MovedPages:
+        """What a visit is expected to move of KV that lies in pages on disk."""
+        each = [self._moved_pages(task, at) for at in self.by_level(task)]
+        return MovedPages(sum(one.nbytes for one in each), sum(one.pieces for one in each))
+
+    def _moved_pages(self, task: Task | Key, at: AtLevel) -> MovedPages:
+        layout, policy = self.planned.kv.layouts(task.layer, task.batch)[at.level], self.planned.levels[at.level].policy
         assert layout is not None, "its heads are at this level"
-        of_group, policy = layout.page_group_tokens, self.planned.levels[at.level].policy
-        if task.op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4])):
-            share, heads = policy.recall, policy.choosing(at.heads)
-            groups = sum(page_groups_brought(share, count + 1, heads, of_group) for count in at.one.counts)
-            return MovedApart(groups * layout.page_group_bytes, groups)
-        tokens = at.one.grown if task.op.stores else at.one.read
-        rows = min(tokens, at.one.rows + at.one.joining)
-        groups = rows + (tokens - rows) / of_group  # each row has one at least, and its further tokens fill theirs
-        return MovedApart(groups * layout.page_group_bytes, max(rows, groups / layout.page_groups_at_once))
+        of_group, choosing = layout.page_group_tokens, policy.choosing(at.heads)
+        if self._brings_chosen(task):
+            groups = sum(choosing.page_groups_brought(count + 1, of_group) for count in at.one.counts)
+            return MovedPages(groups * layout.page_group_bytes, groups)
+        tokens = at.one.changed if task.op.stores else at.one.read
+        if task.op.stores and not policy.keeps_all:  # each head has its newest token in another page group
+            return _with_single(layout, at, tokens)
+        return _of_ranges(layout, tokens, at.one.rows + at.one.joining)
 
     def _state_rows(self, task: Task | Key) -> int:
         """Rows of which the states are brought, which are those of the step before, or brought home."""
@@ -199,7 +207,7 @@ class Cost:
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
-        if task.op.data is not Data.KV or not task.op.uses_disk or self.lies_apart(task):
+        if task.op.data is not Data.KV or not task.op.uses_disk or self.is_in_pages(task):
             return self.nbytes(task)
         fetches, of_head = task.op.fetches, self.spec.at(task.layer).kv_bytes_per_head
         return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))
@@ -287,6 +295,21 @@ def _flops(spec: ModelSpec, layer: int, one: BatchPass, attended: float) -> floa
     return newest + sum(
         count * spec.flops(layer, part.rows, part.length_computed, part.attended) for part, count in one.prompts.items()
     )
+
+
+def _of_ranges(layout: KVLayout, tokens: int, of_rows: int) -> MovedPages:
+    """Ranges of rows: each has a page group at least, and its further tokens fill theirs."""
+    rows = min(tokens, of_rows)
+    groups = rows + (tokens - rows) / layout.page_group_tokens
+    return MovedPages(groups * layout.page_group_bytes, max(rows, groups / layout.page_groups_at_once))
+
+
+def _with_single(layout: KVLayout, at: AtLevel, tokens: int) -> MovedPages:
+    """Prompts, and the newest tokens of other rows. Each head has its own in a page group, which is read first; as if it drew
+    one."""
+    prompts, of_row = _of_ranges(layout, tokens - at.one.rows, at.one.joining), -(-layout.slots // layout.page_group_tokens)
+    groups = 2 * at.one.rows * of_row * (1 - (1 - 1 / of_row) ** at.heads)
+    return MovedPages(prompts.nbytes + groups * layout.page_group_bytes, prompts.pieces + groups)
 
 
 def _kv_slots(op: Op, one: BatchPass) -> int:

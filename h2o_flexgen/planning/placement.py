@@ -95,7 +95,7 @@ class HeldKV:
     spec: ModelSpec
     levels: tuple[Level, ...]  # the one that keeps most comes first
     block: Block
-    index_is_apart: bool = False  # steps choose by an index that lies elsewhere than the keys
+    index_is_copy: bool = False  # steps choose by an index in memory, of keys on disk
 
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan, block: Block) -> HeldKV:
@@ -134,7 +134,7 @@ class HeldKV:
         """Bytes kept for a slot of a KV head of a level, where it is computed with, beside key and value: what a policy that
         evicts knows of it, or the index of its key."""
         policy = self.levels[level].policy
-        return policy.score_bytes + index_bytes(policy.recall, self.specs[level], self.index_is_apart)
+        return policy.score_bytes + index_bytes(policy.recall, self.specs[level], self.index_is_copy)
 
     def most_heads(self, level: int) -> int:
         """KV heads that a level has in the layer where it has most."""

@@ -297,7 +297,6 @@ class Plan:
         if site.accelerator:
             self.refuse_to_recall("a GPU", "compute on the CPU (device 'cpu')")
         lacks = {
-            "latent attention (MLA)": any(own.values_in_keys for own in spec.of_heads),
             "ALiBi": any(own.position_values for own in spec.of_heads),
             "attention beside a scan": any(one.has_kv and one.states for one in spec.unlike_layers),
             "a window in every layer": all(spec.windows),

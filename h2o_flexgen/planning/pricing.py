@@ -86,8 +86,8 @@ class Pricing:
             return self._attending(task)
         if task.op is Op.CHOOSE:
             return self._choosing(task)
-        if task.op.data is Data.KV and task.op.uses_disk and self.cost.lies_apart(task):
-            return self._moving_apart(task)
+        if task.op.data is Data.KV and task.op.uses_disk and self.cost.is_in_pages(task):
+            return self._moving_pages(task)
         return self._moving(task) if task.op is not Op.COMPUTE else sum(self.compute_parts(task).values())
 
     @cached_property
@@ -134,9 +134,9 @@ class Pricing:
             seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # in the same task
         return seconds
 
-    def _moving_apart(self, task: Task | Key) -> float:
+    def _moving_pages(self, task: Task | Key) -> float:
         """Seconds of KV that lies row by row on disk: tokens that a visit chooses, one by one, or ranges of rows."""
-        moved, op, machine = self.cost.moved_apart(task), task.op, self.machine
+        moved, op, machine = self.cost.moved_pages(task), task.op, self.machine
         rate = min(machine.bandwidth(op.lane), machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
         chosen = op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4]))
         pieces_per_s = CHOSEN_READS_PER_S if chosen else SMALL_RANGES_PER_S
@@ -145,11 +145,11 @@ class Pricing:
     def _choosing(self, task: Task | Key) -> float:
         """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE makes again. The comparison with
         the index is counted there."""
-        spec, layer, rows = self.spec.at(task.layer), self._layer(task), self.cost.batch_pass(task.step, task.batch).rows
+        layer, rows = self._layer(task), self.cost.batch_pass(task.step, task.batch).rows
         if not rows:
             return 0.0
-        part = spec.width * (spec.heads + 2 * spec.kv_heads) * spec.head_dim / sum(layer.multiplied_values.values())
-        return min(1.0, part) * self._products(layer, rows) + self._visit_seconds(layer, 1)
+        behind = () if layer.halves is None else layer.halves.used_behind
+        return self._products(layer.without(*behind), rows) + self._visit_seconds(layer, 1)
 
     def latency(self, op: Op) -> float:
         """The seconds of a task that are not the disk's: where a lane has several workers, it does the next task meanwhile."""

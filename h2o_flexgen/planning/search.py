@@ -26,7 +26,6 @@ from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, largest
-from h2o_flexgen.policies.recall import ALL
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
@@ -262,14 +261,7 @@ def _cases(problem: SearchProblem) -> Iterator[Case]:
 
 def _case(problem: SearchProblem, spec: ModelSpec, plan: Plan) -> Case:
     block = problem.measured(plan).blocks(plan.gpu_batch_size, plan.num_gpu_batches)[0]
-    return Case(spec, plan, block, problem.machine, problem.limits, problem.site, _staying(plan))
-
-
-def _staying(plan: Plan) -> tuple[str, ...]:
-    """What has to stay in memory: KV of which a policy keeps a part, where steps choose of that part what they read."""
-    if plan.policy.recall < ALL and not plan.policy.keeps_all:
-        return ("kv",)
-    return ()
+    return Case(spec, plan, block, problem.machine, problem.limits, problem.site)
 
 
 def _is_on_grid(case: Case) -> bool:

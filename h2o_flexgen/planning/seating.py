@@ -121,7 +121,7 @@ class PassOfSeats:
     read: int = 0
     stored: int = 0
     written: int = 0
-    grown: int = 0
+    changed: int = 0
     counts: Sequence[int] = ()
 
     @property
@@ -156,7 +156,7 @@ class PassOfSeats:
             read=loaded[0] * (loaded[1] + entries),
             stored=len(present) if is_scattered else stay.seats * changed,
             written=len(present) * written,
-            grown=sum(after) - sum(before),
+            changed=len(staying) + sum(level.held(row, number + 1) for row in present if stay.first[row] == number),
             counts=before,
         )
 

@@ -21,7 +21,6 @@ from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import OFF, Plan, Shares
-from h2o_flexgen.policies.recall import ALL
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -66,19 +65,9 @@ class WorkloadPlan:
         return reduce(Footprint.__or__, each)
 
     def fits(self, limits: MemoryLimits) -> bool:
-        return not self._chooses_of_kept and limits.first_exceeded(self.footprint) is None
-
-    @property
-    def _chooses_of_kept(self) -> bool:
-        """Whether steps choose what they read of KV on disk, under a policy that evicts, which is not done yet."""
-        if self.plan.policy.recall == ALL or self.plan.policy.keeps_all:
-            return False
-        traffics = (block.schedule.traffic for block, _ in self.blocks.alike)
-        return any(traffic.kv_on_disk(*place) for traffic in traffics for place in traffic.kv)
+        return limits.first_exceeded(self.footprint) is None
 
     def refuse_what_does_not_fit(self, limits: MemoryLimits) -> None:
-        if self._chooses_of_kept:
-            self.plan.refuse_to_recall(f"kv_policy {self.plan.kv_policy!r} and KV on disk", "keep all KV in memory (percent)")
         tier = limits.first_exceeded(self.footprint)
         if tier is None:
             return

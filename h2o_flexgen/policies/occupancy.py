@@ -125,9 +125,9 @@ class Occupancy:
 
     def layout(self, spec: ModelSpec, heads: int) -> KVLayout:
         """How keys and values of the batch lie in one layer, of so many of its KV heads."""
-        apart = any(budget.recall != ALL for budget in self.budgets)
-        journal = 0 if apart else self.journal_capacity
-        return KVLayout(self.batch.size, heads, self.capacity, journal, heads * spec.kv_bytes_per_head, apart)
+        in_pages = any(budget.recall != ALL for budget in self.budgets)
+        journal = 0 if in_pages else self.journal_capacity
+        return KVLayout(self.batch.size, heads, self.capacity, journal, heads * spec.kv_bytes_per_head, in_pages)
 
     @property
     def evicts(self) -> bool:
@@ -147,7 +147,7 @@ class Occupancy:
         return tuple([self._count(total, budget.slots, step) for total, budget in zip(self.taken_in, self.budgets)])
 
     @staticmethod
-    def apart(rows: Sequence[tuple[Occupancy, int]]) -> StepSlots:
+    def joint_step(rows: Sequence[tuple[Occupancy, int]]) -> StepSlots:
         """The decode step of rows that are each at a step of their own, and for which there is an occupancy of each alone."""
         totals = [(own, own.taken_in[0], own.budgets[0].slots, step) for own, step in rows]
         counts = tuple([own._count(total, slots, step) for own, total, slots, step in totals])

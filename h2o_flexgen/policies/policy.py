@@ -13,7 +13,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import SUM
 from h2o_flexgen.policies.kv_options import ROLLING, KVOptions, row_of
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget, StepSlots
-from h2o_flexgen.policies.recall import ALL
+from h2o_flexgen.policies.recall import ALL, NEWEST, RECENT, Choosing
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by, if no judge says it
 VALUE_NORMS, PROBE = "value norms", "probe"  # judges that an option or a file brings; others have one policy, which names them
@@ -96,9 +96,9 @@ class KVPolicy:
         """Whether the KV heads of a layer attend the same tokens, where steps choose them."""
         return self.options.kv_recall_together
 
-    def choosing(self, heads: int) -> int:
-        """How many of so many KV heads choose for themselves."""
-        return 1 if self.chooses_together else heads
+    def choosing(self, heads: int) -> Choosing:
+        """How so many KV heads of a layer choose."""
+        return Choosing(self.recall, 1 if self.chooses_together else heads, RECENT if self.keeps_all else NEWEST)
 
     @property
     def attends_all(self) -> bool:

@@ -7,11 +7,13 @@ How many these are is said here alone, and how the index is stored. Which they a
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.formats.table import BY_BITS, FORMATS
 
 FIRST, RECENT = 4, 16  # tokens that every step attends: the first of a row, and the newest, its own among them
+NEWEST = 1  # of these, where tokens took over slots of others: which are the recent ones, no slot says
 RECALLED = 0.1  # the share that a search may take where it is allowed to
 ALL = 1.0  # the share with which nothing is chosen
 INDEX = BY_BITS[4]  # the format in which keys are compared with queries
@@ -24,37 +26,50 @@ def attended(share: float, held: int) -> int:
     return held if share == ALL else min(held, max(FIRST + RECENT, ceil(share * held - FINENESS)))
 
 
-def most_brought(share: float, held: int, heads: int) -> int:
-    """The tokens that a step brings from a disk at most: its own is not there yet, and heads may choose alike. All choose the
-    first and the newest ones."""
-    chosen = attended(share, held)
-    if chosen == held:
-        return held - 1
-    return min(held - 1, chosen - 1 + (heads - 1) * (chosen - FIRST - RECENT))
+class Choosing(NamedTuple):
+    """How the KV heads of a layer choose, and what a step therefore brings from a disk: the tokens that any head has chosen."""
+
+    share: float
+    heads: int  # that choose by themselves
+    recent: int = RECENT  # of the newest slots, which all heads choose; else slots have no order, and heads hold other tokens
+
+    @property
+    def _always(self) -> int:
+        """Those that all heads choose, without the step's own: it is not on disk yet."""
+        return FIRST + self.recent - 1
+
+    def most_brought(self, held: int) -> int:
+        """The tokens that a step brings at most, which holds so many with its own. Heads may choose alike."""
+        chosen = attended(self.share, held)
+        if chosen == held:
+            return held - 1
+        return min(held - 1, chosen - 1 + (self.heads - 1) * (chosen - 1 - self._always))
+
+    def usually_brought(self, held: int) -> float:
+        """The tokens that a step is expected to bring. Each further head adds a part of what it chooses: of SmolLM2's three
+        heads a third (docs/log/eviction.md). Where slots have no order, heads choose as if they drew them."""
+        chosen = attended(self.share, held) - 1
+        own, others = max(0, chosen - self._always), max(1, held - 1 - self._always)
+        if self.recent == NEWEST:
+            return chosen - own + others * (1 - (1 - own / others) ** self.heads)
+        return float(min(self.most_brought(held), chosen + UNLIKE * (self.heads - 1) * own))
+
+    def page_groups_brought(self, held: int, tokens: int) -> float:
+        """The page groups of so many tokens that a step is expected to bring: one comes whole if any of its tokens is chosen.
+        The first and the newest tokens lie side by side. What is chosen of the others is taken to lie anywhere."""
+        on_disk, always, groups = held - 1, self._always, ceil((held - 1) / tokens)
+        if on_disk <= always:
+            return groups
+        chosen = (self.usually_brought(held) - always) / (on_disk - always)
+        newest = self.recent - 1
+        at_ends = ceil(FIRST / tokens) + ((newest + tokens - 1) / tokens if newest else 0)  # they begin anywhere in one
+        at_ends = min(groups, at_ends)
+        return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
 
 
-def usually_brought(share: float, held: int, heads: int) -> float:
-    """The tokens that a step is expected to bring. Each further head adds a part of what it chooses: of SmolLM2's three heads
-    a third (docs/log/eviction.md)."""
-    chosen = attended(share, held)
-    more = UNLIKE * (heads - 1) * max(0, chosen - FIRST - RECENT)
-    return float(min(most_brought(share, held, heads), chosen - 1 + more))
-
-
-def page_groups_brought(share: float, held: int, heads: int, tokens: int) -> float:
-    """The page groups of so many tokens that a step is expected to bring: one comes whole if any of its tokens is chosen. The
-    first and the newest tokens lie side by side. What is chosen of the others is taken to lie anywhere."""
-    on_disk, always, groups = held - 1, FIRST + RECENT - 1, ceil((held - 1) / tokens)
-    if on_disk <= always:
-        return groups
-    chosen = (usually_brought(share, held, heads) - always) / (on_disk - always)
-    at_ends = min(groups, ceil(FIRST / tokens) + (RECENT - 1 + tokens - 1) / tokens)  # the newest begin anywhere in one
-    return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
-
-
-def index_bytes(share: float, spec: ModelSpec, apart: bool = False) -> int:
-    """Bytes of the index for one slot of a KV head. Keys that are stored in its format are their own index, but where they lie
-    on disk, it is `apart`: a copy of them."""
-    if share == ALL or (spec.kv_codec == INDEX and not apart):
+def index_bytes(share: float, spec: ModelSpec, is_copy: bool = False) -> int:
+    """Bytes of the index for one slot of a KV head. Keys that are stored in its format are their own index. Where they lie
+    on disk, it is a copy of them."""
+    if share == ALL or (spec.kv_codec == INDEX and not is_copy):
         return 0
     return FORMATS[INDEX].nbytes((spec.head_dim,), spec.itemsize)

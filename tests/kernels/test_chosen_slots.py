@@ -25,7 +25,7 @@ from tests.kernels.variants import VARIANTS, used
 ALWAYS = Always(4, 16)
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (2, 2, 1, 70, 64), (2, 1, 4, 2100, 128), (1, 2, 3, 130, 80), (3, 1, 2, 90, 3), (2, 2, 1, 300, 128), (1, 1, 9, 90, 200),
-    (1, 2, 20, 60, 72), (1, 1, 7, 1025, 128),
+    (1, 2, 20, 60, 72), (1, 1, 7, 1025, 128), (2, 1, 40, 90, 576),
 ]  # fmt: skip
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 3e-4, torch.float16: 3e-4}  # between what slots are worth, of themselves
 

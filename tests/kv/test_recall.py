@@ -140,6 +140,43 @@ def test_sinks_and_caps_count_in_what_tokens_are_worth() -> None:
     run(sinks=torch.tensor([3.0, -2.0, 1.0, 5.0]), cap=2.0)
 
 
+# -- latents ---------------------------------------------------------------------------------------------------------------
+
+
+def run_latents(heads: int, kv_codec: str = "plain") -> None:
+    """The last part of keys are their values, and one choice is that of all query heads."""
+    coding, generator = Coding(kv_codec, torch.float32, DIM, values_in_keys=DIM - 4), torch.Generator().manual_seed(heads)
+    occupancy = RECALLS.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
+    shape = (len(LENGTHS), 1, occupancy.capacity)
+    image = torch.full((1, *shape, coding.width), 255 if kv_codec != "plain" else torch.nan).to(coding.kept_dtype)
+    region = None if kv_codec == INDEX else torch.full((math.prod(shape) * 36,), 255, dtype=torch.uint8)
+    cache = KVCache(image, None, coding, index=KeyIndex.over(region, RECALLS, coding, shape))
+    made = [[2 * torch.randn(length + STEPS, own, DIM, generator=generator) for own in (heads, 1, 1)] for length in LENGTHS]
+    rows = [(q, k, k) for q, k, _ in made]
+    for step in range(STEPS):
+        now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
+        out = cache.attend(now, NewTokens(*tokens_at(rows, step)))
+        for row, length in enumerate(LENGTHS if step else ()):
+            held = length + step
+            q, kept = (one[:held].double().numpy() for one in (rows[row][0], coding.decode(coding.encode(rows[row][1][:, 0]))))
+            chosen = chosen_by(q[-1], in_four_bits(kept), min(held, max(FIRST + RECENT, ceil(SHARE * held))))
+            expected = outcome(q[-1], kept, kept[:, 4:], chosen, None, None)
+            np.testing.assert_allclose(out[row, 0].view(heads, DIM)[:, 4:].numpy(), expected, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_codec"), [(4, "plain"), (20, "plain"), (4, "group8"), (20, "group4")])
+def test_all_heads_of_latents_choose_together(heads: int, kv_codec: str) -> None:
+    """Few heads attend chosen slots where they lie, and many take them side by side."""
+    run_latents(heads, kv_codec)
+
+
+def test_a_choice_by_one_of_the_heads_of_latents_is_found() -> None:
+    made = chosen_slots.choose_slots_twin
+    first = patch.object(key_index, "choose_slots", lambda q, *given: made(q[:, :, :1], *given))
+    with first, pytest.raises(AssertionError):
+        run_latents(4)
+
+
 # -- where tokens are evicted, too -----------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost, by_lane
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.recall import FIRST, RECENT, page_groups_brought, usually_brought
+from h2o_flexgen.policies.recall import FIRST, NEWEST, RECENT, Choosing
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task
@@ -189,20 +189,29 @@ def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: 
 # -- tokens that steps choose ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recent", [RECENT, NEWEST])
 @pytest.mark.parametrize(("share", "heads"), [(0.1, 8), (0.2, 1), (0.02, 4), (0.5, 4)])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 30])
-def test_page_groups_that_come_are_those_with_any_chosen_token(tokens: int, share: float, heads: int) -> None:
+def test_page_groups_that_come_are_those_with_any_chosen_token(tokens: int, share: float, heads: int, recent: int) -> None:
     """Counted for tokens that are drawn."""
-    held, random, found = 2001, Random(1), list[int]()
-    others = round(usually_brought(share, held, heads)) - (FIRST + RECENT - 1)
+    held, random, found, choosing = 2001, Random(1), list[int](), Choosing(share, heads, recent)
+    others = round(choosing.usually_brought(held)) - (FIRST + recent - 1)
     for _ in range(20):
-        chosen = [*range(FIRST), *random.sample(range(FIRST, held - RECENT), others), *range(held - RECENT, held - 1)]
+        chosen = [*range(FIRST), *random.sample(range(FIRST, held - recent), others), *range(held - recent, held - 1)]
         found.append(len({token // tokens for token in chosen}))
-    assert page_groups_brought(share, held, heads, tokens) == pytest.approx(sum(found) / len(found), rel=0.02, abs=0.5)
+    assert choosing.page_groups_brought(held, tokens) == pytest.approx(sum(found) / len(found), rel=0.02, abs=0.5)
+
+
+def test_heads_that_hold_other_tokens_bring_what_any_of_them_draws() -> None:
+    choosing, random, found = Choosing(0.1, 8, NEWEST), Random(2), list[int]()
+    for _ in range(20):
+        drawn = (random.sample(range(FIRST, 2000), 201 - FIRST - NEWEST) for _ in range(8))
+        found.append(FIRST + len({token for own in drawn for token in own}))
+    assert choosing.usually_brought(2001) == pytest.approx(sum(found) / len(found), rel=0.02)
+    assert max(found) < choosing.most_brought(2001) == 4 + 8 * 196
 
 
 def test_one_page_group_comes_at_least_and_all_at_most() -> None:
-    assert page_groups_brought(0.1, 1, 2, 8) == 0
-    assert page_groups_brought(0.1, 6, 2, 8) == 1
-    assert page_groups_brought(0.1, 40, 2, 80) == 1
-    assert page_groups_brought(0.9, 401, 8, 4) == pytest.approx(100, rel=1e-3)
+    tenth = Choosing(0.1, 2)
+    assert [tenth.page_groups_brought(*asked) for asked in ((1, 8), (6, 8), (40, 80))] == [0, 1, 1]
+    assert Choosing(0.9, 8).page_groups_brought(401, 4) == pytest.approx(100, rel=1e-3)

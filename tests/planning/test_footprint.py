@@ -326,7 +326,7 @@ def test_many_tokens_ahead_of_one_row_allocate_no_more_in_passing_than_is_estima
     assert [token for group in groups for token in group.tokens] == [(0, turn) for turn in range(60)]
     times, occupancy = max(len(group.tokens) for group in groups), plan.policy.occupancy(batch, gen_len)
     last = [(occupancy, step) for step in range(gen_len - times, gen_len)]
-    now, coding = KVStep.of(Occupancy.apart(last), occupancy.capacity, cpu), Coding.of(spec)
+    now, coding = KVStep.of(Occupancy.joint_step(last), occupancy.capacity, cpu), Coding.of(spec)
     image = torch.zeros(coding.sets, 1, spec.kv_heads, now.capacity, coding.width)
     attend = partial(KVCache(image).repeated(0, times).attend, now)
     weights = {name: torch.randn(tensor.shape) for name, tensor in spec.layers[1].tensors}

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import pairwise
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -35,7 +34,6 @@ from h2o_flexgen.planning.search import (
     search,
 )
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
-from h2o_flexgen.policies.full import Full
 from tests.helpers.samples import first_of, spread
 from tests.helpers.tiny import tiny_config
 from tests.planning.test_linear import SLOW
@@ -115,11 +113,6 @@ def test_kv_of_which_steps_choose_what_they_attend_may_go_to_disk() -> None:
         assert one.plan.policy.recall == 0.5 and asked.largest(one.plan).fits(asked.limits)
     offloaded = asked.largest(replace(found.best.plan, kv=Shares(0.0, 0.5)))
     assert offloaded.fits(MemoryLimits()) and offloaded.blocks.first.schedule.traffic.choosing
-    with (
-        patch.object(Full, "keeps_all", False),
-        pytest.raises(ValueError, match=r"kv_recall 0\.5 cannot be had with kv_policy"),
-    ):
-        offloaded.refuse_what_does_not_fit(MemoryLimits())
 
 
 def test_a_share_is_attended_where_it_may_be_and_is_faster() -> None:

@@ -33,7 +33,7 @@ from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
 
 SHOWN = (
-    "num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds", "decode_seconds", "moved_bytes", "moved_of",
+    "num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds", "decode_seconds", "moved_bytes", "moved_by_data",
     "busy_seconds", "peak_bytes", "shrunk",
 )  # fmt: skip  # figures of each process in the JSON
 

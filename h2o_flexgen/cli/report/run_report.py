@@ -181,9 +181,9 @@ class RunOutcome:
     @property
     def _moved(self) -> Iterator[Entry]:
         """What was moved between memories."""
-        if moved := self.stats.moved_of:
+        if moved := self.stats.moved_by_data:
             words = ", ".join(f"{what} {format_bytes(sum(by_lane.values()))}" for what, by_lane in moved.items())
-            yield entry("moved", words, moved_of=moved)
+            yield entry("moved", words, moved_by_data=moved)
 
     @property
     def _drafts(self) -> Iterator[Entry]:

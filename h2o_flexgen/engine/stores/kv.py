@@ -27,8 +27,8 @@ from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.executor import MovedInParts
 from h2o_flexgen.engine.rows import BatchRows, RowRange
 from h2o_flexgen.engine.stores.host_attention_exchange import PartOfPrompts, PartsOnTheWay
+from h2o_flexgen.engine.stores.kv_pages import KVPages
 from h2o_flexgen.engine.stores.layer_judges import Judges
-from h2o_flexgen.engine.stores.rows_apart import RowsApart
 from h2o_flexgen.kernels.evict import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
@@ -56,7 +56,7 @@ class Unit:
     held: int = 0  # slots in use, in the row that has most
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
-    ranges: Sequence[RowRange] = ()  # the same, row by row, where rows lie apart on disk
+    ranges: Sequence[RowRange] = ()  # the same, row by row, where KV lies in pages on disk
     choice: ChosenSlots | None = None  # there, of the slots that the next COMPUTE attends
     cache: KVCache | None = None  # cache of the last COMPUTE
     joined: dict[int, slice] = field(default_factory=dict)  # by step: rows with prompts read in it, until the host has them
@@ -85,7 +85,7 @@ class KVStore:
         self._coding = Coding.of(planned.kv.specs[level])
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
-        self._apart: dict[tuple[int, int], RowsApart] = {}  # on disk, where steps choose what they read
+        self._pages: dict[tuple[int, int], KVPages] = {}  # on disk, where steps choose what they read
         self.prepare(planned)
         self._note_bytes = self._policy.score_bytes if self._only_reads else planned.kv.note_bytes(level)
         self._rooms = KVRooms.of(planned, self._layouts, self._note_bytes)
@@ -107,8 +107,8 @@ class KVStore:
         beside = ((place, own) for place, own in self._layouts.items() if self._schedule.traffic.is_beside(*place))
         self._places = {place: planned.prompt_places(place, own) for place, own in beside}
         self.spared_bytes = 0  # of tokens that several heads have chosen
-        for apart in self._apart.values():
-            apart.begin()
+        for pages in self._pages.values():
+            pages.begin()
         for place in self._layouts:
             batch, before = planned.block.batches[place[1]], self._units.get(place)
             goes_on = before is not None and any(batch.seen)
@@ -136,9 +136,9 @@ class KVStore:
             if tier == DISK:
                 self._on_disk[place] = memories.disk.alloc(layout.disk_bytes)
                 held.callback(memories.disk.free, self._on_disk[place])
-                if layout.apart:
+                if layout.in_pages:
                     memories.files.start_gathering()
-                    self._apart[place] = RowsApart(self._on_disk[place], layout, memories.disk)
+                    self._pages[place] = KVPages(self._on_disk[place], layout, memories.disk)
             else:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = memory.alloc(layout.image_bytes)
@@ -185,7 +185,7 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._apart, self._scores, self._indices):
+        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._pages, self._scores, self._indices):
             kept.clear()  # so that a reference to the store keeps no memory alive
 
     def _layout(self, task: Task) -> KVLayout:
@@ -255,10 +255,10 @@ class KVStore:
             unit.cache.replaced = None  # perhaps of another buffer
         cache = self._cache(task, region, scores)
         unit.changed, unit.cache = rows.changed(self._level), cache
-        if (apart := self._apart.get((task.layer, task.batch))) is not None:
-            unit.ranges, unit.choice = rows.ranges(self._level), cache.choice
+        if (pages := self._pages.get((task.layer, task.batch))) is not None:
+            unit.ranges, unit.choice, cache.choice.changed = rows.ranges(self._level), cache.choice, None
             if unit.generation != rows.generation:
-                apart.keep_rows(rows.places_before)
+                pages.keep_rows(rows.places_before)
         if unit.generation != rows.generation:
             cache.keep_rows(rows.places_before, rows.held_before[self._level])
         if unit.generation != rows.generation or rows.changes_all:
@@ -273,7 +273,7 @@ class KVStore:
             judge, index = self._judges.get(task.layer), self._indices.get((task.layer, task.batch))
             image = self._image(region, task)
             self._caches[place] = KVCache(image, scores, self._coding, judge=judge, cap=self._cap, index=index)
-            self._caches[place].choice.is_needed = place[1:] in self._apart
+            self._caches[place].choice.is_needed = place[1:] in self._pages
         cache = self._caches[place]
         cache.replaced = None
         return cache
@@ -364,8 +364,8 @@ class KVStore:
     def read(self, task: Task) -> int:
         """Disk -> host: all held slots, and then, in their order, the changes in the journal. Or what a step has chosen."""
         unit = self._units[task.layer, task.batch]
-        if (task.layer, task.batch) in self._apart:
-            return self._read_apart(task, unit)
+        if (task.layer, task.batch) in self._pages:
+            return self._read_pages(task, unit)
         moved = self._disk_slots(task, unit, 0, unit.held, self._read_slots)
         for place, slots in enumerate(unit.journaled):
             moved += self._read_journaled(task, place, slots)
@@ -374,22 +374,31 @@ class KVStore:
     def write(self, task: Task) -> int:
         """Writes what the step changed from host to disk. Scattered slots go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
-        if (apart := self._apart.get((task.layer, task.batch))) is not None:
-            return apart.write(self._values(task, writes=False), unit.ranges)
+        if (pages := self._pages.get((task.layer, task.batch))) is not None:
+            return self._write_pages(pages, self._values(task, writes=False), unit)
         if unit.replaced is not None and len(unit.journaled) < self._layout(task).journal:
             unit.journaled.append(unit.replaced if unit.at_home is None else unit.at_home)
             return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
         unit.journaled.clear()
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
 
-    def _read_apart(self, task: Task, unit: Unit) -> int:
-        apart, image = self._apart[task.layer, task.batch], self._values(task, writes=True)
+    def _read_pages(self, task: Task, unit: Unit) -> int:
+        pages, image = self._pages[task.layer, task.batch], self._values(task, writes=True)
         if not self._schedule.traffic.chooses(task.visit):  # a text goes on
-            return apart.read(image, [RowRange(row, 0, unit.held) for row in range(unit.rows)])
+            return pages.read(image, [RowRange(row, 0, unit.held) for row in range(unit.rows)])
         assert unit.choice is not None
-        brought = apart.bring(image, unit.choice, self._policy)
+        brought = pages.bring(image, unit.choice, self._policy)
         self.spared_bytes += brought.spared
         return brought.moved
+
+    @staticmethod
+    def _write_pages(pages: KVPages, image: numpy.ndarray, unit: Unit) -> int:
+        """Writes neighbouring tokens, or prompts alone: heads of the rows before them have changed a slot each."""
+        changed = None if unit.choice is None else unit.choice.changed
+        if changed is None:
+            return pages.write(image, unit.ranges)
+        prompts = [one for one in unit.ranges if one.row >= len(changed)]
+        return pages.change(image, numpy_of(changed)) + pages.write(image, prompts)
 
     def _values(self, task: Task, writes: bool) -> numpy.ndarray:
         """The image of a visit on its way from the disk or back."""

@@ -1,4 +1,4 @@
-"""RowsApart: tokens that lie apart on disk come to their places in an image, however many of them a page has room for."""
+"""KVPages: tokens that lie in pages on disk come to their places in an image, however many of them a page has room for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, GATHERERS, KVLayout
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.rows import RowRange
-from h2o_flexgen.engine.stores.rows_apart import RowsApart
+from h2o_flexgen.engine.stores.kv_pages import KVPages
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kernels.read_records import RecordReads
@@ -27,7 +27,6 @@ from h2o_flexgen.memory import disk as memory_disk
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.kv_options import KVOptions
-from h2o_flexgen.policies.recall import most_brought
 from tests.kernels.variants import used
 
 ROWS, HEADS, SLOTS, SHARE, STEP = 3, 2, 83, 0.5, 4
@@ -45,12 +44,12 @@ def disk(offload: Path) -> Iterator[DiskTier]:
 
 
 def layout_of(width: int) -> KVLayout:
-    return KVLayout(ROWS, HEADS, SLOTS, 0, 2 * HEADS * width * 4, apart=True)
+    return KVLayout(ROWS, HEADS, SLOTS, 0, 2 * HEADS * width * 4, in_pages=True)
 
 
-def opened(disk: DiskTier, layout: KVLayout) -> RowsApart:
+def opened(disk: DiskTier, layout: KVLayout) -> KVPages:
     disk.alloc(3 * ALIGNMENT)  # it does not begin where the file does
-    return RowsApart(disk.alloc(layout.disk_bytes), layout, disk)
+    return KVPages(disk.alloc(layout.disk_bytes), layout, disk)
 
 
 def filled(width: int, seed: int = 0) -> Tensor:
@@ -78,12 +77,12 @@ def choice_of(now: KVStep, seed: int) -> ChosenSlots:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_chosen_tokens_come_to_their_places(width: int, build: str, disk: DiskTier) -> None:
     layout, now = layout_of(width), step_of(LENGTHS)
-    apart, every, image = opened(disk, layout), filled(width), torch.full((2, ROWS, HEADS, SLOTS, width), UNSEEN)
-    apart.write(numpy_of(every), [RowRange(row, 0, count) for row, count in enumerate(now.slots.counts)])
+    pages, every, image = opened(disk, layout), filled(width), torch.full((2, ROWS, HEADS, SLOTS, width), UNSEEN)
+    pages.write(numpy_of(every), [RowRange(row, 0, count) for row, count in enumerate(now.slots.counts)])
     choice = choice_of(now, width)
     assert choice.slots is not None
     with used(build):
-        brought = apart.bring(numpy_of(image, writes=True), choice, POLICY)
+        brought = pages.bring(numpy_of(image, writes=True), choice, POLICY)
     tokens = left = 0
     for row, count in enumerate(now.slots.counts):
         wanted = sorted({*choice.slots[row].flatten().tolist()} & {*range(count)})
@@ -93,48 +92,64 @@ def test_chosen_tokens_come_to_their_places(width: int, build: str, disk: DiskTi
         beside = [token for token in range(count) if token // layout.page_group_tokens not in groups]
         assert torch.equal(image[:, row, :, beside], torch.full_like(image[:, row, :, beside], UNSEEN)), "not asked for"
         tokens, left = tokens + len(wanted), left + len(beside)
-    most = sum(most_brought(SHARE, count + 1, HEADS) for count in now.slots.counts)
+    most = sum(POLICY.choosing(HEADS).most_brought(count + 1) for count in now.slots.counts)
     assert brought == (tokens * layout.row_bytes, (most - tokens) * layout.row_bytes) and most > tokens
     assert left > 0 or layout.page_group_tokens > 2, "tokens that nothing asks for"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tokens_that_are_added_one_by_one_are_there(width: int, disk: DiskTier) -> None:
-    apart, every = opened(disk, layout_of(width)), filled(width)
-    apart.write(numpy_of(every), [RowRange(0, 0, 20), RowRange(2, 0, 37)])
+    pages, every = opened(disk, layout_of(width)), filled(width)
+    pages.write(numpy_of(every), [RowRange(0, 0, 20), RowRange(2, 0, 37)])
     for step in range(25):
-        apart.write(numpy_of(every), [RowRange(0, 20 + step, 21 + step), RowRange(2, 37 + step, 38 + step)])
+        pages.write(numpy_of(every), [RowRange(0, 20 + step, 21 + step), RowRange(2, 37 + step, 38 + step)])
     found = torch.full_like(every, UNSEEN)
     assert (
-        apart.read(numpy_of(found, writes=True), [RowRange(0, 0, 45), RowRange(2, 0, 62)]) == 107 * layout_of(width).row_bytes
+        pages.read(numpy_of(found, writes=True), [RowRange(0, 0, 45), RowRange(2, 0, 62)]) == 107 * layout_of(width).row_bytes
     )
     assert torch.equal(found[:, 0, :, :45], every[:, 0, :, :45]) and torch.equal(found[:, 2, :, :62], every[:, 2, :, :62])
     assert (found[:, 1] == UNSEEN).all() and (found[:, 0, :, 45:] == UNSEEN).all()
 
 
 def test_rows_that_move_up_keep_their_places_and_others_take_those_that_are_free(disk: DiskTier) -> None:
-    apart, every, new = opened(disk, layout_of(12)), filled(12), filled(12, 1)
-    apart.write(numpy_of(every), [RowRange(row, 0, 40) for row in range(ROWS)])
-    apart.keep_rows([2, 1])  # the first row has left
-    apart.write(numpy_of(new), [RowRange(2, 0, 30)])
+    pages, every, new = opened(disk, layout_of(12)), filled(12), filled(12, 1)
+    pages.write(numpy_of(every), [RowRange(row, 0, 40) for row in range(ROWS)])
+    pages.keep_rows([2, 1])  # the first row has left
+    pages.write(numpy_of(new), [RowRange(2, 0, 30)])
     found = torch.full_like(every, UNSEEN)
-    apart.read(numpy_of(found, writes=True), [RowRange(0, 0, 40), RowRange(1, 0, 40), RowRange(2, 0, 30)])
+    pages.read(numpy_of(found, writes=True), [RowRange(0, 0, 40), RowRange(1, 0, 40), RowRange(2, 0, 30)])
     assert torch.equal(found[:, :2, :, :40], every[:, [2, 1], :, :40])
     assert torch.equal(found[:, 2, :, :30], new[:, 2, :, :30])
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_each_head_changes_a_slot_of_its_own_and_leaves_what_is_beside_it(width: int, disk: DiskTier) -> None:
+    pages, every, new, random = opened(disk, layout_of(width)), filled(width), filled(width, 1), np.random.default_rng(width)
+    pages.write(numpy_of(every), [RowRange(row, 0, 80) for row in range(ROWS)])
+    pages.keep_rows([1, 2])  # the places of rows are others than their numbers
+    every = every[:, [1, 2, 0]]
+    for _ in range(8):  # the last slot is in a page group that is not full
+        slots = random.choice([7, 8, 30, 80, 82], (2, HEADS))
+        assert pages.change(numpy_of(new), slots) == 2 * layout_of(width).row_bytes
+        for row, head in np.ndindex(slots.shape):
+            every[:, row, head, slots[row, head]] = new[:, row, head, slots[row, head]]
+    found = torch.full_like(every, UNSEEN)
+    pages.read(numpy_of(found, writes=True), [RowRange(row, 0, 80) for row in range(2)])
+    assert torch.equal(found[:, :2, :, :80], every[:, :2, :, :80])
+
+
 def test_a_read_that_fails_is_an_error(disk: DiskTier) -> None:
     layout, now = layout_of(512), step_of(LENGTHS)
-    apart, image = opened(disk, layout), filled(512)
+    pages, image = opened(disk, layout), filled(512)
     assert disk._descriptor is not None
     os.ftruncate(disk._descriptor, 4 * ALIGNMENT)
     for build in ("torch", *variants()[:1]):
         with used(build), pytest.raises(OSError, match="ended too early where single tokens were to be read"):
-            apart.bring(numpy_of(image, writes=True), choice_of(now, 0), POLICY)
+            pages.bring(numpy_of(image, writes=True), choice_of(now, 0), POLICY)
     with closing(open(os.devnull, "wb")) as closed, patch.object(disk, "_descriptor", closed.fileno()):
         for build in ("torch", *variants()[:1]):
             with used(build), pytest.raises(OSError, match="Bad file descriptor where single tokens were to be read"):
-                apart.bring(numpy_of(image, writes=True), choice_of(now, 0), POLICY)
+                pages.bring(numpy_of(image, writes=True), choice_of(now, 0), POLICY)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +157,8 @@ def test_a_read_that_fails_is_an_error(disk: DiskTier) -> None:
 )
 def test_many_reads_are_under_way_at_once(tokens: int, threads: int, at_once: int, disk: DiskTier) -> None:
     """Each of the threads takes its part from one list, of few tokens one. All are in the middle of it at the same time."""
-    layout = KVLayout(1, HEADS, 3000, 0, ALIGNMENT, apart=True)
-    apart, now, image = opened(disk, layout), step_of((2990,)), torch.zeros(2, 1, HEADS, 3000, 256)
+    layout = KVLayout(1, HEADS, 3000, 0, ALIGNMENT, in_pages=True)
+    pages, now, image = opened(disk, layout), step_of((2990,)), torch.zeros(2, 1, HEADS, 3000, 256)
     chosen = np.tile(np.arange(0, 2 * tokens, 2), (1, HEADS, 1))
     meeting, sizes = threading.Barrier(threads), list[int]()
 
@@ -152,5 +167,5 @@ def test_many_reads_are_under_way_at_once(tokens: int, threads: int, at_once: in
         meeting.wait(timeout=30)
 
     with patch.object(memory_disk, "read_records", noted):
-        apart.bring(numpy_of(image, writes=True), ChosenSlots(now, torch.from_numpy(chosen)), POLICY)
+        pages.bring(numpy_of(image, writes=True), ChosenSlots(now, torch.from_numpy(chosen)), POLICY)
     assert sizes == [at_once] * threads

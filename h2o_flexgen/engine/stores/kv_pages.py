@@ -1,14 +1,17 @@
-"""RowsApart: the KV of one (layer, batch) on disk where decode steps choose the tokens that they read.
+"""KVPages: the KV of one (layer, batch) on disk where decode steps choose the tokens that they read.
 
-Rows lie apart there, each token with the values of all its heads side by side, in page groups (`KVLayout`). Rows keep their
-places on disk for as long as they live: those that move up in memory take the number of their place along. A page group is read
-and written whole. The newest tokens of a row are among those that every step reads, so the page group that the next token
-belongs to is in memory when it is written.
+Rows lie one after another there, each token with the values of all its heads side by side, in page groups (`KVLayout`). Rows
+keep their places on disk for as long as they live: those that move up in memory take the number of their place along. A page
+group is read and written whole. Where all tokens stay, the newest ones of a row are among those that every step reads, so the
+page group that the next token belongs to is in memory when it is written. Where tokens go, each head has its newest one in the
+slot of another. The page groups with these slots are read before they are written.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy
@@ -19,7 +22,6 @@ from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.key_index import ChosenSlots
 from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.policies.recall import most_brought
 
 Pair = tuple[numpy.ndarray, numpy.ndarray]
 
@@ -29,7 +31,7 @@ class Brought(NamedTuple):
     spared: int  # bytes that would have come as well if no two heads had chosen alike
 
 
-class RowsApart:
+class KVPages:
     def __init__(self, home: DiskRegion, layout: KVLayout, disk: DiskTier) -> None:
         self._home = home
         self._layout = layout
@@ -104,6 +106,27 @@ class RowsApart:
 
     # -- single tokens -------------------------------------------------------------------------------------------------
 
+    def change(self, image: numpy.ndarray, slots: numpy.ndarray) -> int:
+        """Writes one slot of each head of the first rows, (rows, heads), beside what is in their page groups on disk."""
+        changed: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for row, head in product(*map(range, slots.shape)):
+            slot = int(slots[row, head])
+            changed[row, slot // self._layout.page_group_tokens].append((head, slot))
+        self._disk.files.each(lambda one: self._change_group(image, *one), [*changed.items()])
+        return len(slots) * self._layout.row_bytes
+
+    def _change_group(self, image: numpy.ndarray, place: tuple[int, int], changed: Sequence[tuple[int, int]]) -> None:
+        """Changes slots of heads in a page group of a row."""
+        (sets, _, heads, _, width), tokens, (row, group) = image.shape, self._layout.page_group_tokens, place
+        start, _ = self._place_of(RowRange(row, group * tokens, (group + 1) * tokens))
+        scratch = self._disk.scratch(self._layout.page_group_bytes)
+        self._disk.read_into(self._home, start, scratch)
+        values = numpy_of(scratch, writes=True).view(image.dtype)[: tokens * sets * heads * width]
+        there = values.reshape(tokens, sets, heads, width)
+        for head, slot in changed:
+            there[slot % tokens, :, head] = image[:, row, head, slot]
+        self._disk.write_from(self._home, start, scratch)
+
     def bring(self, image: numpy.ndarray, choice: ChosenSlots, policy: KVPolicy) -> Brought:
         """Reads the tokens that a decode step has chosen in any head, except its own newest ones."""
         if choice.now is None or choice.slots is None:
@@ -112,8 +135,8 @@ class RowsApart:
         wanted = _wanted(numpy_of(choice.slots), counts, layout.slots)
         self._disk.gather(self._home, self._on_disk(wanted, counts), image)
         brought = int(wanted.sum()) * layout.row_bytes
-        apart = policy.choosing(layout.heads)
-        most = sum(most_brought(policy.recall, count + 1, apart) for count in counts) * layout.row_bytes
+        choosing = policy.choosing(layout.heads)
+        most = sum(choosing.most_brought(count + 1) for count in counts) * layout.row_bytes
         return Brought(brought, most - brought)
 
     def _on_disk(self, wanted: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
