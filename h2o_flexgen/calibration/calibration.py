@@ -99,13 +99,15 @@ class Calibration:
 
     model: str
     source: str
+    blocks: tuple[int, ...]  # those with KV
     shares: Mapping[float, tuple[Shares, ...]]  # of every text, at each budget
 
     @property
     def head_budgets(self) -> HeadBudgets:
         """The means over all texts, rounded: another text would have others anyway."""
         means = (np.mean(of_texts, axis=0).round(DIGITS).tolist() for of_texts in self.shares.values())
-        return HeadBudgets(self.model, self.source, tuple(self.shares), tuple(tuple(map(tuple, one)) for one in means))
+        shares = tuple(tuple(map(tuple, one)) for one in means)
+        return HeadBudgets(self.model, self.source, tuple(self.shares), shares, blocks=self.blocks)
 
     def spread(self, budget: float) -> float | None:
         """How much a head's share differs from text to text: its standard deviation, averaged over heads. One text has none."""
@@ -143,7 +145,7 @@ def calibrate(
                     on_layer(at.layers + 1, len(model.layers))
     by_text = [np.stack([layer.numpy() for layer in layers]) for layers in seen]
     shares = {budget: tuple(shares_at(budget, scores) for scores in by_text) for budget in BUDGETS}
-    return Calibration(_name(model.name), source, shares)
+    return Calibration(_name(model.name), source, model.spec.kv_blocks, shares)
 
 
 def _begun(kept: KeptReading | None, texts: int, model: ReadModel) -> tuple[ReadSoFar | None, list[list[Tensor]]]:
@@ -184,7 +186,7 @@ def _check(model: ReadModel, texts: Sequence[Sequence[int]], beside: int) -> Non
     tier = DEVICE if model.device.accelerator else HOST
     limit = model.limits.of(tier)
     hidden = sum(2 * len(ids) * spec.width * spec.itemsize for ids in texts)
-    needed = max(layer.nbytes for layer in spec.layers) + hidden + beside
+    needed = max(layer.nbytes + layer.passed_bytes for layer in spec.layers) + hidden + beside
     if limit is not None and needed > limit:
         held = f"the largest layer of {spec.name} and what goes through it take {format_bytes(needed)}"
         raise ValueError(f"{held}, and {format_bytes(limit)} may be held; give more memory, or fewer or shorter texts")

@@ -1,13 +1,14 @@
 """KeptReading: how far texts were read, in a file, so that a calibration that was interrupted goes on there. Pace: how long a
-calibration will take, told by its first texts in its first layer."""
+calibration will take, told by its first texts in the first layer of each kind."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.calibration.text_reading import ReadModel, ReadSoFar
 from h2o_flexgen.core.files import write_bytes
+from h2o_flexgen.core.model_spec import LayerSpec
 
 LAYERS, TEXTS = "layers", "texts"
 
@@ -59,35 +61,57 @@ class TakesTooLong(Exception):
         self.seconds = seconds
 
 
+class LayerTime(NamedTuple):
+    """What a layer of some kind has taken, with all texts."""
+
+    nbytes: int
+    seconds: float
+
+
 @dataclass
 class Pace:
-    """Tells once how long the rest of a calibration takes, and gives it up where that is too long."""
+    """Tells once how long the rest of a calibration takes, and gives it up where that is too long. Its first layer says so of
+    all others, byte by byte. The first layer of another kind, with attention or a scan, mends what was foretold of its kind."""
 
     most_seconds: float
     tell: Callable[[float], None]
     now: Callable[[], float] = time.perf_counter
     _began: float | None = None
+    _layer_began: float = 0.0
     _loaded: float = 0.0
     _warm: float = 0.0
-    _is_told: bool = False
+    _known: dict[Hashable, LayerTime] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Tokens are looked up, and no layer is loaded yet."""
-        self._began = self.now()
+        self._began = self._layer_began = self.now()
 
     def note(self, at: ReadSoFar, model: ReadModel) -> None:
-        if self._is_told or self._began is None:
+        if self._began is None:
             return
+        if model.layers[at.layers].computes not in self._known:
+            self._time(at, model, self._began)
+        if at.texts == len(at.hidden):
+            self._layer_began = self.now()
+
+    def _time(self, at: ReadSoFar, model: ReadModel, began: float) -> None:
         if at.texts == 0:
             self._loaded = self.now()
             return
         if at.texts == 1 and len(at.hidden) > 1:
             self._warm = self.now()  # the first text may wait for kernels to be compiled, once
             return
-        self._is_told = True
+        layer, is_first = model.layers[at.layers], not self._known
         each_text = self.now() - (self._warm if at.texts > 1 else self._loaded)
-        seconds = (self._loaded - self._began) + len(at.hidden) * each_text
-        rest = sum(layer.nbytes for layer in model.layers[at.layers :]) / max(1, model.layers[at.layers].nbytes)
-        if seconds * rest > self.most_seconds:
-            raise TakesTooLong(seconds * rest)
-        self.tell(seconds * rest)
+        seconds = (self._loaded - self._layer_began) + len(at.hidden) * each_text
+        self._known[layer.computes] = LayerTime(layer.nbytes, seconds)
+        in_all = self._layer_began - began + sum(map(self._foretold, model.layers[at.layers :]))
+        if in_all > self.most_seconds:
+            raise TakesTooLong(in_all)
+        if is_first:
+            self.tell(in_all)
+
+    def _foretold(self, layer: LayerSpec) -> float:
+        of_kind = self._known.get(layer.computes)
+        timed = self._known.values() if of_kind is None else (of_kind,)
+        return sum(one.seconds for one in timed) * layer.nbytes / max(1, sum(one.nbytes for one in timed))

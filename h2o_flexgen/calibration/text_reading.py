@@ -19,6 +19,7 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.base import Given, Model, computed
 from h2o_flexgen.models.new_tokens import Attend, NewTokens
+from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Visit
@@ -91,7 +92,8 @@ def reading_of(model: ReadModel, readings: Sequence[TextReading], begun: ReadSoF
             weights = store.views(ONLY)
             yield ReadSoFar(done, 0, hidden)
             for number, (ids, attend) in enumerate(readings):
-                hidden[number] = computed(model.model, layer, hidden[number], weights, Given(_positions(model, ids), attend))
+                given = Given(_positions(model, ids), attend, states=states_of(layer, model.device.torch_device))
+                hidden[number] = computed(model.model, layer, hidden[number], weights, given)
                 yield ReadSoFar(done, number + 1, hidden)
 
 
@@ -101,8 +103,11 @@ def _refuse(spec: ModelSpec) -> None:
             f"the scores of attention of {spec.name} have a cap, {spec.attention_cap:g}, which studies and "
             "calibrations do not compute; take a model without one"
         )
-    if spec.state_layers:
-        raise ValueError(f"rows of {spec.name} have a state in some layers, which studies and calibrations do not keep")
+
+
+def states_of(layer: LayerSpec, device: torch.device) -> RowStates:
+    """The states of a text before its first token, as prompts pass them. Nothing needs them once it has been read."""
+    return RowStates({one.name: torch.zeros(1, *one.shape, device=device) for one in layer.states if one.notes is None})
 
 
 def _hidden_of_tokens(model: ReadModel, readings: Sequence[TextReading]) -> Iterator[Tensor]:

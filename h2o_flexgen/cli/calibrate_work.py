@@ -46,6 +46,7 @@ def work(request: CalibrateRequest) -> None:
         **budgets.as_json(),
         "layers": budgets.shape[0],
         "kv_heads": budgets.shape[1],
+        "blocks": budgets.blocks,
         "budgets": list(budgets.budgets),
         "spread": [found.spread(budget) for budget in budgets.budgets],
         "output": output and str(output),

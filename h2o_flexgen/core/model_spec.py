@@ -267,6 +267,11 @@ class LayerSpec:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.stored)
 
+    @property
+    def passed_bytes(self) -> int:
+        """Bytes of a row's states as prompts pass them."""
+        return sum(one.in_full.nbytes for one in self.states if one.notes is None)
+
     @cached_property
     def expert_of(self) -> Mapping[str, int]:
         """The expert that tensors belong to, by their names in the model."""
@@ -474,6 +479,11 @@ class ModelSpec:
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_kv)
+
+    @property
+    def kv_blocks(self) -> tuple[int, ...]:
+        """The blocks that they belong to."""
+        return tuple(block for layer in self.kv_layers if (block := self.layers[layer].block) is not None)
 
     @cached_property
     def state_layers(self) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ def draw_heads(budgets: HeadBudgets, budget: float, file: Path) -> None:
     axes = figure.subplots()
     image = axes.imshow(100 * np.array(by_head).T, vmin=0, vmax=100, cmap="Blues", aspect="auto")
     axes.set(xlabel="layer", ylabel="KV head")
-    axes.set_xticks(_ticks(layers))
+    blocks = budgets.blocks or range(layers)
+    axes.set_xticks(_ticks(layers), [str(blocks[layer]) for layer in _ticks(layers)])
     axes.set_yticks(_ticks(heads))
     if layers * heads <= MOST_WRITTEN:
         _write(axes, by_head)

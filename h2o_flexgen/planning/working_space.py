@@ -356,14 +356,14 @@ def _states_bytes(spec: ModelSpec, site: Site, rows: int, tokens: int) -> int:
 def _trial_bytes(spec: ModelSpec, site: Site, rows: int) -> int:
     """Bytes for tokens that are tried: what they bring row by row, and what becomes of it; and in torch a state for them."""
     brought = (sum(one.nbytes for one in layer.states if one.notes) for layer in spec.unlike_layers)
-    matrices = (sum(one.in_full.nbytes for one in layer.states if one.notes is None) for layer in spec.unlike_layers)
+    matrices = (layer.passed_bytes for layer in spec.unlike_layers)
     passing = _states_bytes(spec, site, rows, TRIED_AT_ONCE)
     return passing + rows * (2 * max(brought) + (max(matrices) if passing else 0))
 
 
 def _echoed_states_bytes(spec: ModelSpec, rows: int) -> int:
     """Bytes of the states that an echo changes instead of those of the rows."""
-    return rows * max(sum(one.in_full.nbytes for one in layer.states if one.notes is None) for layer in spec.unlike_layers)
+    return rows * max(layer.passed_bytes for layer in spec.unlike_layers)
 
 
 def _in_heads_bytes(spec: ModelSpec, occupancy: Occupancy, at_once: int, threads: int) -> int:

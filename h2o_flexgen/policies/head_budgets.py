@@ -35,6 +35,7 @@ class HeadBudgets:
     budgets: tuple[float, ...]  # of the whole model, ascending
     shares: tuple[ByHead, ...]  # at each of them
     file: str = field(default="", compare=False)  # that they were read from, for people
+    blocks: tuple[int, ...] | None = None  # the numbers of the blocks with KV, layer by layer; None: older files name none
 
     def __post_init__(self) -> None:
         if not self.budgets or len(self.budgets) != len(self.shares):
@@ -43,6 +44,9 @@ class HeadBudgets:
             raise ValueError(f"the budgets of head budgets are {list(self.budgets)}; give them ascending, above 0 and up to 1")
         for budget, by_head in zip(self.budgets, self.shares):
             _check(budget, by_head, self.shape)
+        if self.blocks is not None and (len(self.blocks) != self.shape[0] or list(self.blocks) != sorted({*self.blocks})):
+            named = f"{shown(list(self.blocks))}, which are no {self.shape[0]} blocks one behind the other"
+            raise ValueError(f"the blocks of head budgets are {named}; measure them anew")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,18 +63,20 @@ class HeadBudgets:
         return {"model": self.model, "source": self.source, "checksum": self.checksum}
 
     def suits(self, spec: ModelSpec) -> bool:
-        """Whether a model has as many layers and heads."""
-        return all((own.kv_heads, len(spec.kv_layers)) == self.shape[::-1] for own in spec.of_heads)
+        """Whether a model has as many layers and heads, in the same blocks."""
+        are_there = self.blocks in (None, spec.kv_blocks)
+        return are_there and all((own.kv_heads, len(spec.kv_layers)) == self.shape[::-1] for own in spec.of_heads)
 
     def refuse_other(self, spec: ModelSpec) -> None:
         """Refuses a model of another shape."""
         spec.refuse_unlike_heads("head budgets")
-        wanted = len(spec.kv_layers), spec.kv_heads
-        if self.shape != wanted:
+        if not self.suits(spec):
             these = f"head budgets {self.file}" if self.file else "the head budgets"
+            own, other = _placed(self.blocks), "" if self.blocks is None else _placed(spec.kv_blocks)
             raise ValueError(
-                f"{these} are of {self.model}, {self.shape[0]} layers of {self.shape[1]} KV heads, but {spec.name} "
-                f"has {wanted[0]} layers of {wanted[1]}; measure them for this model, or give --head-budgets {EQUAL}"
+                f"{these} are of {self.model}, {self.shape[0]} layers of {self.shape[1]} KV heads{own}, but {spec.name} has "
+                f"{len(spec.kv_layers)} layers of {spec.kv_heads}{other}; measure them for this model, or give --head-budgets "
+                f"{EQUAL}"
             )
 
     def at(self, budget: float) -> ByHead:
@@ -84,10 +90,14 @@ def why_unmeasured(spec: ModelSpec) -> str:
     """Why calibration does not take such a model; nothing where it does."""
     lacks = {
         "KV heads of another number in some layers": len({own.kv_heads for own in spec.of_heads}) != 1,
-        "states": bool(spec.state_layers),
         "a cap on scores": spec.attention_cap is not None,
     }
     return next((f"calibrate does not read models with {what}" for what, is_there in lacks.items() if is_there), "")
+
+
+def _placed(blocks: Sequence[int] | None) -> str:
+    """Says in which blocks layers are."""
+    return "" if blocks is None else f" in the blocks {', '.join(map(str, blocks))}"
 
 
 def shape_of(shares: Sequence[ByHead]) -> tuple[int, int]:
@@ -124,13 +134,15 @@ def _between(known: Mapping[float, ByHead], budget: float) -> ByHead:
 FILE = "head_budgets.json"  # its name where it lies beside the model that it was measured on
 OWN = "own"  # the word for that file
 EQUAL = "equal"  # the word for equal budgets of all heads
+BLOCKS = "blocks"  # in files of older versions they are missing
 PARTS = ("model", "source", "layers", "kv_heads", "budgets", "shares")
 
 
 def written(budgets: HeadBudgets) -> str:
     """The text of the file: a line for the shares at each budget."""
     layers, heads = budgets.shape
-    said = {"model": budgets.model, "source": budgets.source, "layers": layers, "kv_heads": heads}
+    placed = {} if budgets.blocks is None else {BLOCKS: list(budgets.blocks)}
+    said = {"model": budgets.model, "source": budgets.source, "layers": layers, "kv_heads": heads, **placed}
     head = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in said.items()]
     lines = [json.dumps(by_head, separators=(",", ":")) for by_head in budgets.shares]
     return "\n".join(["{", *head, f'"budgets": {json.dumps(budgets.budgets)},', '"shares": [', ",\n".join(lines), "]}\n"])
@@ -163,7 +175,8 @@ def _budgets(found: object) -> HeadBudgets:
     if shares and said != (has := shape_of(shares)):  # before means are looked at, which are wrong where layers are missing
         shape = "{} layers of {} KV heads".format(*has)
         raise ValueError(f"layers and kv_heads are {shown(said[0])} and {shown(said[1])}, but it has {shape}; measure anew")
-    return HeadBudgets(model, source, _numbers(found["budgets"], "budgets"), shares)
+    blocks = tuple(_block(one) for one in _list(found[BLOCKS], BLOCKS)) if BLOCKS in found else None
+    return HeadBudgets(model, source, _numbers(found["budgets"], "budgets"), shares, blocks=blocks)
 
 
 def _by_head(found: object) -> ByHead:
@@ -178,6 +191,12 @@ def _number(found: object, what: str) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not _is_finite(found):
         raise ValueError(f"{what} have {shown(found)}, which is no number; measure them anew")
     return float(found)
+
+
+def _block(found: object) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise ValueError(f"{BLOCKS} have {shown(found)}, which is no whole number from 0; measure them anew")
+    return found
 
 
 def _is_finite(number: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,9 @@ WRONG = {
     "another mean": (["shares", [[[0.5, 0.5], [0.5, 0.5]], BY_HEAD.shares[1]]], "have shares that are 0.500 on average"),
     "budgets in disorder": (["budgets", [0.5, 0.2]], r"\[0.5, 0.2\]; give them ascending"),
     "a budget too many": (["budgets", [0.2, 0.5, 0.7]], "3 budgets and shares for 2"),
+    "a block too many": (["blocks", [1, 3, 5]], r"\[1, 3, 5\], which are no 2 blocks one behind the other"),
+    "blocks in disorder": (["blocks", [3, 1]], r"\[3, 1\], which are no 2 blocks one behind the other"),
+    "no block": (["blocks", [1, -3]], "blocks have -3, which is no whole number from 0"),
     "other sizes than it says": (["layers", 3], "layers and kv_heads are 3 and 2, but it has 2 layers of 2 KV heads"),
 }
 
@@ -74,6 +78,18 @@ def test_another_models_budgets_are_refused_with_their_file(tmp_path: Path) -> N
     ) as refused:
         read_head_budgets(in_file(tmp_path, other)).refuse_other(tiny_spec())
     assert str(refused.value).endswith("measure them for this model, or give --head-budgets equal")
+
+
+def test_budgets_of_other_blocks_are_refused_and_files_that_name_none_are_not(tmp_path: Path) -> None:
+    spec, here = tiny_spec(), replace(BY_HEAD, blocks=(0, 1))
+    assert spec.kv_blocks == (0, 1) and read_head_budgets(in_file(tmp_path, here)) == here != BY_HEAD
+    there = read_head_budgets(in_file(tmp_path, replace(BY_HEAD, blocks=(1, 3))))
+    assert BY_HEAD.suits(spec) and here.suits(spec) and not there.suits(spec)
+    here.refuse_other(spec)
+    with pytest.raises(
+        ValueError, match="2 KV heads in the blocks 1, 3, but tiny has 2 layers of 2 in the blocks 0, 1; measure"
+    ):
+        there.refuse_other(spec)
 
 
 def test_a_head_that_is_left_nothing_keeps_one_token() -> None:

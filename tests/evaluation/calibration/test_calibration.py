@@ -4,6 +4,7 @@ that the other commands take."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen import batch, calibrate, chat, evaluate, run
+from h2o_flexgen.calibration import text_reading
 from h2o_flexgen.calibration.calibration import BUDGETS, LayerRead, RepeatedText
 from h2o_flexgen.calibration.calibration import calibrate as calibrated
 from h2o_flexgen.calibration.text_reading import read_texts
@@ -25,6 +27,7 @@ from tests.helpers.commands import Result, called
 from tests.helpers.contract import Checkpoints, distinct_prompts
 
 TEXTS = distinct_prompts((17, 20), seed=3)
+HYBRIDS = "qwen3-5", "granite-h", "nemotron-h", "falcon-h1", "lfm2-moe"  # layers with states beside those with KV
 
 
 def looked_up(model: PreTrainedModel, ids: list[int], kv_heads: int) -> Tensor:
@@ -32,27 +35,42 @@ def looked_up(model: PreTrainedModel, ids: list[int], kv_heads: int) -> Tensor:
     model.config._attn_implementation = "eager"
     n = len(ids)
     layers = model(torch.tensor([[*ids, *ids]]), output_attentions=True).attentions
-    return torch.stack([layer[0, :, n:, :n].reshape(kv_heads, -1, n, n).amax((1, 2)) for layer in layers])
+    attended = [layer for layer in layers if layer is not None]  # of layers with states some models give nothing
+    return torch.stack([layer[0, :, n:, :n].reshape(kv_heads, -1, n, n).amax((1, 2)) for layer in attended])
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel"])
-def test_a_tokens_score_is_the_highest_attention_that_its_repetition_pays_it(kind: str, checkpoints: Checkpoints) -> None:
+def assert_scores_are_those_of_transformers(kind: str, checkpoints: Checkpoints) -> None:
     seen: list[list[LayerRead]] = [[] for _ in TEXTS]
     with torch.inference_mode(), LLM(str(checkpoints.folder(kind)), dtype="float32") as llm:
         read_texts(llm.loaded.reading, [RepeatedText(ids, layers.append).reading for ids, layers in zip(TEXTS, seen)])
         for ids, layers in zip(TEXTS, seen):
             expected = looked_up(checkpoints.hf_model(kind), ids, llm.spec.kv_heads)
+            assert len(layers) == len(llm.spec.kv_layers)
             torch.testing.assert_close(torch.stack([layer.scores for layer in layers]), expected, atol=1e-4, rtol=0)
             assert {tuple(layer.x.shape) for layer in layers if layer.x is not None} == {(2 * len(ids), llm.spec.width)}
 
 
-def test_texts_have_nothing_to_do_with_each_other(checkpoints: Checkpoints) -> None:
-    with LLM(str(checkpoints.folder("llama-gqa")), dtype="float32") as llm:
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel", *HYBRIDS])
+def test_a_tokens_score_is_the_highest_attention_that_its_repetition_pays_it(kind: str, checkpoints: Checkpoints) -> None:
+    assert_scores_are_those_of_transformers(kind, checkpoints)
+
+
+def test_a_state_that_another_text_has_left_is_found(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_reading, "states_of", cache(text_reading.states_of))
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_scores_are_those_of_transformers("qwen3-5", checkpoints)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "granite-h"])
+def test_texts_have_nothing_to_do_with_each_other(kind: str, checkpoints: Checkpoints) -> None:
+    with LLM(str(checkpoints.folder(kind)), dtype="float32") as llm:
         both, second = calibrated(llm.loaded.reading, TEXTS, "two texts"), calibrated(llm.loaded.reading, TEXTS[1:], "one text")
         assert calibrated(llm.loaded.reading, TEXTS, "two texts").head_budgets == both.head_budgets
     assert all((both.shares[budget][1] == second.shares[budget][0]).all() for budget in BUDGETS)
     assert second.spread(0.5) is None and 0 < (both.spread(0.5) or 0) < 1
-    assert both.head_budgets.shape == (3, 2) and both.head_budgets.model == checkpoints.folder("llama-gqa").name
+    blocks = {"llama-gqa": (0, 1, 2), "granite-h": (1,)}[kind]
+    assert both.head_budgets.shape == (len(blocks), 2) and both.head_budgets.blocks == blocks
+    assert both.head_budgets.model == checkpoints.folder(kind).name
 
 
 def test_texts_that_cannot_be_read_twice_are_refused(checkpoints: Checkpoints) -> None:

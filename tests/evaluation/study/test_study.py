@@ -27,7 +27,7 @@ def studied(checkpoints: Checkpoints, kind: str = "llama-gqa", **options: Any) -
         return study(llm, TEXT, POLICIES, 0.25)
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel"])
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel", "qwen3-5"])
 def test_devices_and_joined_layers_say_the_same(kind: str, any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     plain = studied(checkpoints, kind)
     for options in ({}, {"sep_layer": False}, {"percent": (0, 0, 100, 0, 100, 0)}):
