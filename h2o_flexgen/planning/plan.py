@@ -158,7 +158,7 @@ class Plan:
         PLAIN,
         CODEC,
         BITS,
-        "keys and values take 4 bits (or 8), head by head (default: as they are)",
+        "keys and values, or latents (MLA), take 4 bits (or 8), head by head (default: as they are)",
         flags=("--compress-cache",),
         bare=FOUR_BITS,
     )
