@@ -206,7 +206,7 @@ def test_several_tokens_of_a_row_see_each_other_as_in_steps_of_their_own(
         one_by_one.part(slice(row, row + 1)).attend(KVStep.of(own.at(step), capacity, torch.device("cpu")), each)
         for step, each in zip(steps, given)
     ]
-    now = KVStep.of(own.apart([(own, step) for step in steps]), capacity, torch.device("cpu"))
+    now = KVStep.of(own.joint_step([(own, step) for step in steps]), capacity, torch.device("cpu"))
     together = NewTokens(*(torch.cat([getattr(each, name) for each in given]) for name in ("q", "k", "v")))
     found = at_once.repeated(row, len(steps)).attend(now, together)
     assert torch.equal(found, torch.cat(wanted))

@@ -162,7 +162,7 @@ def test_several_tokens_of_a_row_are_attended_as_those_of_rows_with_the_same_slo
             )
             for step in range(1, STEPS)
         ]
-        now = KVStep.of(own.apart([(own, step) for step in range(1, STEPS)]), capacity, gpu)
+        now = KVStep.of(own.joint_step([(own, step) for step in range(1, STEPS)]), capacity, gpu)
         found = at_once.repeated(1, STEPS - 1).attend(now, NewTokens(*more, rotary))
     torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
     assert torch.equal(slots[0], slots[1])
