@@ -137,7 +137,7 @@ def is_of_pages(pair: Mapping[Name, Any]) -> bool:
     return "stored" not in str([*pair]) or pair.get("num_gpu_batches") == 3
 
 
-@pytest.mark.parametrize("values", most_of(FROM_PAGES, needs=is_of_pages))
+@pytest.mark.parametrize("values", every_nth(most_of(FROM_PAGES, needs=is_of_pages), 2))
 def test_blocks_keep_their_place_in_a_page(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +204,16 @@ STORED_CASES = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(STORED_CASES, is_of_formats))
+def is_of_a_second(case: Any) -> bool:
+    """Whether the format of a case is another one of its kin."""
+    values = case if isinstance(case, dict) else case.values[0]
+    return not is_first_of_its_kin(tuple(values[name] for name in ("kind", "stored", "weight_codec", "compute")))
+
+
+OF_FORMATS = [slow(case) if is_of_a_second(case) else case for case in on_devices(STORED_CASES, is_of_formats)]
+
+
+@pytest.mark.parametrize("values", OF_FORMATS)
 def test_every_format_of_checkpoints(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     hold_contract(Case(num_gpu_batches=3, **values), checkpoints, offload)
 

@@ -141,7 +141,7 @@ def texts_of(completions: Sequence[Completion]) -> Texts:
     return [[*one.prompt_token_ids, *out.token_ids] for one in completions for out in one.outputs]
 
 
-@pytest.mark.parametrize("case", every_nth([replace(case, lengths=LENGTHS) for case in CASES], 3), ids=str)
+@pytest.mark.parametrize("case", every_nth([replace(case, lengths=LENGTHS) for case in CASES], 4), ids=str)
 def test_tokens_are_those_of_no_guesses(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     requests = requests_of(case)
     with case.open(checkpoints, offload) as llm:

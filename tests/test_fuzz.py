@@ -36,6 +36,7 @@ from tests.helpers.contract import (
     kept_as,
     recorded_logits,
 )
+from tests.helpers.samples import first_of
 
 SHORTEST_BY_HEAD = 4  # tokens of a prompt of which every head has a slot
 NEAR = (
@@ -168,7 +169,7 @@ def greedy_rows_equal_transformers(
             return
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", first_of(range(30), 15))
 def test_random_plans_generate_what_the_plainest_plan_generates(
     seed: int, checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

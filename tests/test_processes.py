@@ -37,7 +37,7 @@ from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from tests.helpers.commands import Result, called
 from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.patience import PATIENCE_SECONDS
-from tests.helpers.samples import every_nth
+from tests.helpers.samples import every_nth, first_of
 from tests.helpers.signals import as_in_a_terminal
 from tests.helpers.sleeping_process import sleeping
 from tests.helpers.tiny import save_tiny
@@ -291,7 +291,7 @@ sys.exit(exit_status(lambda: SimpleNamespace(verbose=0), work))
 """
 
 
-@pytest.mark.parametrize("way", ["interrupt", "kill"])
+@pytest.mark.parametrize("way", first_of(["kill", "interrupt"], 1))
 def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Path) -> None:
     command = [sys.executable, "-c", LOOKING_AFTER, str(offload)]
     root = Path(__file__).parents[1]

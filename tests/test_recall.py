@@ -41,6 +41,7 @@ from tests import test_conversation, test_stream
 from tests.helpers import tiny
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
+from tests.helpers.samples import every_nth
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted, cost_of
 from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
@@ -93,7 +94,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", (*CASES, *FROM_DISK), ids=str)
+@pytest.mark.parametrize("case", every_nth((*CASES, *FROM_DISK), 2), ids=str)
 def test_plans_equal_the_resident_loop_with_the_same_choice(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     hold_contract(case, checkpoints, offload)
 

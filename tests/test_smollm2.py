@@ -129,6 +129,7 @@ def test_transformers_reads_the_same_values_and_tokens() -> None:
         assert llm.tokenizer.encode(text) == AutoTokenizer.from_pretrained(**place)(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_its_perplexity_is_that_of_llama_cpp() -> None:
     with LLM(SMOLLM2.name, gpu_batch_size=CHUNKS) as llm:
         ids = llm.tokenizer.encode(held_out_prose())[: CHUNKS * CHUNK]

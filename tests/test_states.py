@@ -116,7 +116,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("values", in_turn(MOVES))
+@pytest.mark.parametrize("values", in_turn(MOVES, nth=5))
 def test_a_run_moves_the_bytes_that_are_predicted(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

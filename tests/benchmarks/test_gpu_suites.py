@@ -579,6 +579,7 @@ def test_bytes_over_the_link_are_those_that_a_step_moves(percent: tuple[int, ...
     assert (answer.link_bytes_per_step == 0) == (percent[0] == 100)
 
 
+@pytest.mark.slow
 def test_a_suite_runs_to_its_end_with_real_processes(
     tiny_shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

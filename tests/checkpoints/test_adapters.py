@@ -22,6 +22,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import Checkpoints, as_stored
 from tests.helpers.refusals import one_line
+from tests.helpers.samples import every_nth
 from tests.helpers.tiny import save_tiny
 
 RANK = 3
@@ -85,7 +86,7 @@ def assert_same(found: tuple[list[Any], list[Tensor]], wanted: tuple[list[Any], 
 KINDS = ("llama-gqa", "opt", "neox-parallel", "gpt2", "phi3", "falcon-grouped", "mixtral", "deepseek-v3", "ernie-moe", "qwen3")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_nth(KINDS, 3))
 def test_a_model_with_an_adapter_is_the_model_that_was_merged_by_hand(
     kind: str, checkpoints: Checkpoints, offload: Path, tmp_path: Path
 ) -> None:

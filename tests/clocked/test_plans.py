@@ -112,7 +112,7 @@ SHARING = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(SHARING))
+@pytest.mark.parametrize("values", most_of(SHARING, share=0.6))
 def test_shared_prefixes(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     case = prefixes.SharedCase(own=prefixes.OWN[:7], growth=(2, 1, 3, 1, 4, 2, 1), device=NAME, **values)
     prefixes.hold_contract(case, by_twins, offload)
@@ -162,7 +162,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(PIPELINES))
+@pytest.mark.parametrize("values", most_of(PIPELINES, share=0.6))
 def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     values = {**values, "policy": (*values["policy"], ("pipeline", 2))}
     hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **values), by_twins, offload)
@@ -193,7 +193,7 @@ def test_attention_on_the_host(values: dict[str, Any], by_twins: Checkpoints, of
     assert any(task.startswith("ATTEND") for task in checker.tasks)
 
 
-@pytest.mark.parametrize("values", most_of(BY_PART))
+@pytest.mark.parametrize("values", most_of(BY_PART, share=0.7))
 def test_prompts_go_home_part_by_part(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     how = {"gpu_batch_size": 4, "prefill_tokens": 3, "attend_on": HOST}
     hold_contract(Case("llama-gqa", lengths=(3, 2, 5, 1, 4), device=NAME, **how, **values), by_twins, offload)

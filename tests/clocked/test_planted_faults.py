@@ -376,7 +376,7 @@ FAULTS += [
         f"{op} does not need {need} in {kind.name}",
         without_needs(op, need, kind=kind),
         [replace(case, schedule=kind.name) for case in likeliest_first(op, (*MOST, *KV))],
-        is_alike=op is not Op.COMPUTE,
+        is_alike=(op, need) != IN_ORDER[3],
     )
     for kind in (RowByRow, FlexGenBarrier)
     for op, need in IN_ORDER
@@ -396,7 +396,7 @@ FAULTS += [
         f"{op} does not need {need} in {kind.name}",
         without_needs(op, need, kind=kind),
         [replace(case, schedule=kind.name) for case in STATES],
-        is_alike=kind is not Zigzag and op is not Op.COMPUTE,
+        is_alike=kind is not Zigzag,
     )
     for kind in (Zigzag, RowByRow, FlexGenBarrier)
     for op, need in OF_STATES

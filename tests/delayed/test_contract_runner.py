@@ -47,7 +47,7 @@ PATIENT = str(10 * PATIENCE_SECONDS)
 OPTIONS = ("--children", "1", "--seconds", PATIENT, "--plan-seconds", PATIENT, "--hanging-seconds", "0.5")
 
 
-SOME = "nothing", "no stream waits", "it crashes"  # which a default run plants
+SOME = "nothing", "no stream waits"  # which a default run plants
 Found = tuple[Path, Mapping[str, dict[str, Any]], list[str]]
 
 

@@ -72,7 +72,7 @@ def _held(graphs: list[StepGraphs]) -> int:
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="torch alone is not recorded")
-@pytest.mark.parametrize(("kind", "weight_codec", "compute"), every_nth(spread(CASES), 2))
+@pytest.mark.parametrize(("kind", "weight_codec", "compute"), every_nth(spread(CASES), 3))
 def test_recorded_mixtures_give_the_bits_of_the_resident_loop(
     kind: str, weight_codec: str, compute: str, graphs: list[StepGraphs], checkpoints: Checkpoints, offload: Path
 ) -> None:

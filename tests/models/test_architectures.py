@@ -28,6 +28,7 @@ from h2o_flexgen.models.mixture import MixtureOfExperts
 from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.models.row_states import RowStates
 from tests.helpers.resident import resident_generate, weights_by_layer
+from tests.helpers.samples import every_nth
 from tests.helpers.tiny import (
     KINDS,
     POSITIONS,
@@ -94,7 +95,7 @@ def test_ragged_rows_give_the_logits_and_tokens_of_transformers(kind: str) -> No
     assert len({tuple(row) for row in tokens}) > 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_nth(KINDS, 3))
 def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
     model = create_model(tiny_config(kind), "bfloat16")
     logits = resident_generate(model, weights_by_layer(model, hf_tensors(kind)), PROMPTS, 1)
@@ -311,7 +312,7 @@ def test_every_known_model_has_a_published_size() -> None:
     assert known_names() == sorted(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", every_nth(PUBLISHED, 3))
 def test_known_shapes_add_up_to_the_published_number_of_parameters(name: str) -> None:
     config = known_config(name)
     assert config is not None

@@ -368,7 +368,7 @@ def packs(pairs: list[Pair]) -> Iterator[list[Pair]]:
         yield pack
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODELS, 2))
+@pytest.mark.parametrize("model_type", every_nth(MODELS, 3))
 def test_every_key_means_what_it_means_to_transformers(model_type: str, tmp_path: Path) -> None:
     random, values = Random(model_type), values_of(model_type)
     most = {key: ROPES_TRIED if key in ROPES else VALUES_TRIED for key in VALUES}

@@ -127,7 +127,7 @@ def test_the_bytes_really_go_over_the_disk(checkpoints: Checkpoints, offload: Pa
     assert went["write"] >= moved["write"] + moved["store"]
 
 
-@pytest.mark.parametrize("values", in_turn({"policy": UNLIKE}))
+@pytest.mark.parametrize("values", in_turn({"policy": UNLIKE}, nth=3))
 def test_the_budget_of_a_policy_is_what_is_moved(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

@@ -11,6 +11,7 @@ from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.int8_product import int8_product, int8_rows, product_of
 from h2o_flexgen.kernels.int8_product import int8_product_twin, int8_rows_twin
+from tests.helpers.samples import first_of
 from tests.kernels.test_int8_product import packed, same, x_of
 
 SHAPES = [(1, 64), (3, 5), (130, 100), (33, 576)]  # outputs, inputs
@@ -25,7 +26,7 @@ def test_rows_have_the_bits_of_torch(gpu: torch.device, dtype: torch.dtype, colu
     assert all(same(one.float(), other.float()) for one, other in zip(int8_rows(x), int8_rows_twin(x)))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", first_of([4, 8], 1))
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
 def test_triton_and_torch_agree_for_any_number_of_rows(gpu: torch.device, bits: int, outputs: int, inputs: int) -> None:
     data, x = packed(outputs, inputs, bits).to(gpu), x_of(40, inputs).to(gpu)

@@ -80,7 +80,7 @@ PLAINEST = [
 ]  # what most models ask: pairs alone would leave it to bfloat16, whose outcomes may be off by more
 
 
-@pytest.mark.parametrize("values", [*PLAINEST, *most_of(CHOICES)])
+@pytest.mark.parametrize("values", [*PLAINEST, *most_of(CHOICES, share=0.6)])
 def test_outcomes_and_sums_are_torchs(values: dict[str, Any], gpu: torch.device) -> None:
     names = "prompts", "weighted", "more", "dtype", "window", "cap"
     prompts, weighted, more, dtype, window, cap = (values[name] for name in names)

@@ -17,6 +17,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.stored_product import product_of, stored_product
 from h2o_flexgen.kernels.gpu.stored_values import stored_decode
 from h2o_flexgen.kernels.stored_values import stored_decode_twin
+from tests.helpers.samples import every_nth
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 
 ODD = Fp8(1, 32, "e8m0")  # rows of any number of inputs, which begin in the middle of a word
@@ -57,7 +58,7 @@ def test_a_launch_is_kept_for_one_type_of_a_bias(gpu: torch.device) -> None:
 # -- decoding --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", SOME, ids=name_of)
+@pytest.mark.parametrize("format", every_nth(SOME, 2), ids=name_of)
 def test_decoding_gives_the_bits_of_torch(gpu: torch.device, format: Stored) -> None:
     for outputs, least, dtype in ((1, 1, torch.bfloat16), (5, 1100, torch.float32), (37, 300, torch.float16)):
         shape = outputs, inputs_of(format, least)
@@ -88,7 +89,7 @@ def test_columns_that_name_no_input_are_written_nowhere(gpu: torch.device) -> No
 # -- products --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", SOME, ids=name_of)
+@pytest.mark.parametrize("format", every_nth(SOME, 2), ids=name_of)
 def test_products_are_those_of_the_values(gpu: torch.device, format: Stored) -> None:
     for outputs, least, rows, dtype in ((1, 1, 2, torch.float16), (13, 600, 1, torch.float32), (9, 1500, 7, torch.bfloat16)):
         shape = outputs, inputs_of(format, least)
