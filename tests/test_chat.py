@@ -291,6 +291,7 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(neox: Path, offlo
     assert terminal.close() == 0
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once(neox: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100000", "--ignore-eos")
     terminal = Terminal("--model", str(neox), *BYTES, "--prefill-tokens", "1", *flags)

@@ -156,6 +156,7 @@ def test_a_chat_follows_the_template_of_its_file() -> None:
     assert "Paris" in answer.text and answer.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_it_is_evaluated(tmp_path: Path) -> None:
     asked = ["--tasks", "perplexity", "--policies", "full", "--examples", "2", "--window", "40"]
     assert main(["evaluate", "--model", SMOLLM2.name, *asked, "--output", str(tmp_path)]) == 0

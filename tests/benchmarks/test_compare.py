@@ -362,6 +362,7 @@ def test_the_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ste
     assert "2 x 2 rows" in answer.placement
 
 
+@pytest.mark.slow
 def test_a_run_has_a_process_of_its_own_that_is_told_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(tmp_path, monkeypatch)
     options = {"percent": (0, 0, 0, 100, 0, 100)}

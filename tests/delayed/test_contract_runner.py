@@ -206,6 +206,7 @@ def test_states_that_a_device_leaves_for_the_next_are_spoilt_behind_their_reader
         assert bench.tried(number, planned, late("load")).verdict == OK
 
 
+@pytest.mark.slow
 def test_the_sanitizer_watches_several_devices(checkpoints: Checkpoints, tmp_path: Path) -> None:
     if not IS_POSSIBLE:
         pytest.skip("this torch takes no device that is written in Python")

@@ -17,7 +17,6 @@ from h2o_flexgen.core.environment import SPINS
 from h2o_flexgen.engine import resources
 from h2o_flexgen.engine.resources import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
 from h2o_flexgen.memory.host import KEPT_PRODUCTS
-from tests.helpers.samples import slow
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +105,8 @@ def test_threads_of_a_command_sleep_soon_unless_told_otherwise(given: dict[str, 
     told_in(code, given, expected)
 
 
-@pytest.mark.parametrize(("first", "expected"), [("", str(SPINS)), slow("import torch; ", None)])
+@pytest.mark.parametrize(("first", "expected"), [("", str(SPINS)), ("import torch; ", None)])
+@pytest.mark.slow
 def test_so_do_threads_of_python_that_imports_the_package_first(first: str, expected: str | None) -> None:
     told_in(f"import os; {first}from h2o_flexgen import LLM; print(os.environ.get('GOMP_SPINCOUNT'))", {}, expected)
 
