@@ -1,6 +1,6 @@
 """Which of many cases of one check the default run has: some that stand for all, and the others are slow.
 
-What is slow finds little that is not found without it. `pytest -m "slow or not slow"` runs both.
+What is slow finds little that is not found without it. `pytest -m "not fuzz"` runs both.
 """
 
 from __future__ import annotations
