@@ -20,11 +20,16 @@ class AdapterRoom(NamedTuple):
 
     beside: tuple[tuple[str, int], ...] = ()  # the tensors that they change, each with the bytes of all that is added to it
     working: int = 0  # bytes that are held while what one of them adds is made
+    number: int = 0  # of adapters
 
     def of(self, tensors: Container[str]) -> int:
         """Bytes that they take on a device that has these tensors."""
-        own = sum(nbytes for name, nbytes in self.beside if name in tensors)
+        own = self.held(tensors)
         return own + self.working if own else 0
+
+    def held(self, tensors: Container[str]) -> int:
+        """Bytes of their matrices beside these tensors."""
+        return sum(nbytes for name, nbytes in self.beside if name in tensors)
 
 
 NO_ADAPTERS = AdapterRoom()

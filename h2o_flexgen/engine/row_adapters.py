@@ -103,7 +103,8 @@ class RowAdapters:
         beside = Counter[str]()
         for one in self._each:
             beside.update(one.held)
-        return AdapterRoom(tuple(beside.items()), max((one.working_bytes for one in self._each), default=0))
+        working = max((one.working_bytes for one in self._each), default=0)
+        return AdapterRoom(tuple(beside.items()), working, len(self._each))
 
     def number(self, name: str | None) -> int:
         """The number of the adapter with this name; 0 for none."""

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from h2o_flexgen.core.buffer_layout import KVLayout, PromptPlaces, StateLayout
 from h2o_flexgen.core.model_spec import TRIED_AT_ONCE, ModelSpec
-from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, NO_ADAPTERS, AdapterRoom, Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import (
     HeldKV,
@@ -42,6 +42,7 @@ class BlockPlan:
     placement: Placement
     schedule: Schedule
     levels: tuple[Level, ...]  # the KV heads by what they keep, most first; a single one where all keep the same
+    adapters: AdapterRoom = NO_ADAPTERS  # of rows
 
     @classmethod
     def of(
@@ -64,7 +65,7 @@ class BlockPlan:
         placement = place(spec, plan, block, weights, levels, DEVICE if site.accelerator else HOST)
         kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline
         schedule = kind(traffic(spec, plan, block, placement, site))
-        return cls(spec, plan, block, placement, schedule, levels)
+        return cls(spec, plan, block, placement, schedule, levels, site.adapters)
 
     @cached_property
     def sections(self) -> tuple[BlockPlan, ...]:

@@ -301,7 +301,8 @@ def with_fewer_blocks(planned: BlockPlan) -> BlockPlan | None:
     if len(kept) == spec.num_blocks:
         return None
     held = planned.kv.only(spec.only_blocks(*sorted(kept)), lambda layer: spec.layers[layer].block in kept)
-    return BlockPlan.of(held.spec, planned.plan, planned.block, Site(traffic.accelerator), levels=held.levels)
+    site = Site(traffic.accelerator, adapters=planned.adapters)
+    return BlockPlan.of(held.spec, planned.plan, planned.block, site, levels=held.levels)
 
 
 def _spread_out(numbers: Sequence[int], count: int) -> Iterator[int]:

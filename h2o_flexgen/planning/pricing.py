@@ -16,6 +16,7 @@ from math import inf, prod
 from h2o_flexgen.core.buffer_layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, asked_for, numbered
 from h2o_flexgen.core.site import DEVICE, DISK, HOST
+from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
 from h2o_flexgen.formats.kernel_table import FLOAT32, PRODUCT, Kernel
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.planning.batch_pass import BatchPass, Prompts, products_of, rows_of
@@ -107,10 +108,12 @@ class Pricing:
 
     @cached_property
     def _layer_kinds(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The same number for layers that compute the same, with heads of the same levels: in a decode step, and in a step of
-        prompts."""
-        heads = self.planned.kv.heads
-        found = [numbered((kind, heads(at)) for at, kind in enumerate(form.layer_kinds)) for form in self.spec.forms]
+        """The same number for layers that compute the same, with heads of the same levels and as much beside them: in a decode
+        step, and in a step of prompts."""
+        heads, beside = self.planned.kv.heads, self._adapter_bytes
+        found = [
+            numbered((kind, heads(at), beside[at]) for at, kind in enumerate(form.layer_kinds)) for form in self.spec.forms
+        ]
         return found[0], found[-1]
 
     def _layer(self, task: Task | Key) -> LayerSpec:
@@ -167,6 +170,7 @@ class Pricing:
         first = self.schedule.begins_pass(task.batch)
         return {
             "products": sum(count * self._products(layer, each) for each, count in rows.items()),
+            "adapters": sum(count * self._adapters(task.layer, each) for each, count in rows.items()),
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
             "states": self._states(layer, one),
@@ -181,6 +185,19 @@ class Pricing:
             rate = self.machine.product_rate(self.spec.product, format, self.spec.dtype, own)
             total += asked_for(share, rows) * 2.0 * values * own / rate
         return total
+
+    def _adapters(self, layer: int, rows: int) -> float:
+        """Seconds of the products with thin matrices, where each row has one of the adapters, and all are asked for alike."""
+        nbytes = self._adapter_bytes[layer]
+        if not nbytes:
+            return 0.0
+        own, dtype = rows / self.planned.adapters.number, FLOAT32 if FLOAT32 in self.machine.flops_per_s else self.spec.dtype
+        return 2.0 * nbytes / FLOAT_BYTES * own / self.machine.flop_rate(dtype, own)
+
+    @cached_property
+    def _adapter_bytes(self) -> Sequence[int]:
+        """Bytes of the matrices of all adapters, by layer."""
+        return [self.planned.adapters.held({tensor.name for _, tensor in one.tensors}) for one in self.spec.layers]
 
     def _packed_product(self, format: str, rows: float) -> Kernel | None:
         return self.machine.packed_product(self.spec.product, format, self.spec.dtype, rows)
@@ -433,6 +450,7 @@ class Pricing:
         if self.machine.has_accelerator:
             return 0.0
         of_states = self._state_bytes(self._layer(key), self.cost.batch_pass(key.step, key.batch))
+        of_states += self._adapter_bytes[key.layer]
         return self._matrix_bytes(key) + of_states + (self._attended_bytes(key) if self._layer(key).has_kv else 0)
 
     def _attended_bytes(self, key: Key) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.core.site import DISK, HOST, Site
+from h2o_flexgen.core.site import DISK, HOST, AdapterRoom, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -156,6 +156,24 @@ def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate
 def parts_of(of: BlockPlan, step: int, kind: str, batch: int = 0, machine: Machine = MACHINE) -> dict[str, float]:
     layer = next(index for index, layer in enumerate(of.spec.layers) if layer.functions == (kind,))
     return Pricing(of, on(machine, False)).compute_parts(Key(Op.COMPUTE, step, layer, batch))
+
+
+def test_rows_have_adapters_of_which_all_are_asked_for_alike() -> None:
+    room = AdapterRoom((("0.q", 960), ("0.o", 480)), working=10_000, number=2)
+    bare = planned(block_of([[4, 2]]), False)
+    of = replace(bare, adapters=room)
+    prompt, step = parts_of(of, 0, "attention"), parts_of(of, 2, "attention")
+    values = (960 + 480) / 4
+    assert step["adapters"] == pytest.approx(2 * values * 1 / 7e9)  # two rows: one of each adapter
+    assert prompt["adapters"] == pytest.approx(2 * values * 4 / 9e9)
+    first, second = (index for index, layer in enumerate(of.spec.layers) if layer.functions == ("attention",))
+    priced = Pricing(of, on(MACHINE, False))
+    keys = [Key(Op.COMPUTE, 2, layer, 0) for layer in (first, second)]
+    assert priced.seconds(keys[0]) == pytest.approx(priced.seconds(keys[1]) + step["adapters"]), "layers are told apart"
+    assert priced.memory_bytes(2) == Pricing(bare, on(MACHINE, False)).memory_bytes(2) + 960 + 480
+    without = replace(on(MACHINE, False), flops_per_s={"float16": ((2, 7e9), (4, 9e9))})
+    half = replace(of, spec=replace(of.spec, dtype="float16"))
+    assert parts_of(half, 2, "attention", machine=without)["adapters"] == step["adapters"], "as quick as what is known"
 
 
 def test_the_parts_of_an_attention_by_hand() -> None:
