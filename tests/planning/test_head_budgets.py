@@ -105,6 +105,16 @@ def test_a_model_that_calibration_does_not_read_has_equal_budgets_with_the_reaso
     plan, workload = Plan.create(kv_policy="h2o", kv_budget=0.2), Workload((40,), 10)
     kept = KeptByPolicy(WorkloadPlan(replace(tiny_spec(), attention_cap=50.0), plan, workload, Site()), "a-model")
     assert "heads     equal budgets: calibrate does not read models with a cap on scores" in lines_of(kept.entries())
+    planned = WorkloadPlan(tiny_spec(), plan, workload, Site())
+    own = "heads     equal budgets: what each needs "
+    command = "python -m h2o_flexgen.calibrate --model a-model"
+    with_them = f"{command} --adapter a --adapter b=0.5 --output FILE; and --head-budgets FILE takes it"
+    for how, said in (
+        ({}, f"is measured once by: {command}"),
+        ({"adapters": ("a", "b=0.5")}, f"with --adapter is measured by: {with_them}"),
+        ({"reads_texts": False}, "is measured with texts, and the tokenizer of a-model reads none"),
+    ):
+        assert f"{own}{said}" in lines_of(KeptByPolicy(planned, "a-model", **how).entries())  # type: ignore[arg-type]
     kept = KeptByPolicy(WorkloadPlan(tiny_spec(), Plan(), workload, Site()), "a-model")
     assert not [line for line in lines_of(kept.entries()) if line.startswith("heads")]
 

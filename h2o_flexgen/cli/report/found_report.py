@@ -66,6 +66,7 @@ class FoundReport:
         return PlanReport(
             model=request.model.name,
             dummy_weights=request.model.dummy_weights,
+            adapters=request.model.adapter,
             requested=request.plan if isinstance(request.plan, Plan) else self.found.best.plan,
             planned=self.planned,
             limits=self.problem.limits,

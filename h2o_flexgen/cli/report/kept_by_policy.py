@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 from h2o_flexgen.cli.calibrate_request import PROGRAM
+from h2o_flexgen.cli.output_files import OUTPUT
 from h2o_flexgen.cli.report import Entry, entry
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
@@ -32,6 +33,8 @@ class KeptByPolicy:
 
     planned: WorkloadPlan
     source: str = ""  # of the model; none where weights are random
+    adapters: Sequence[str] = ()  # that are merged into it, as they were given
+    reads_texts: bool = True  # its tokenizer does
 
     @property
     def policy(self) -> KVPolicy:
@@ -45,13 +48,30 @@ class KeptByPolicy:
         if plan.head_budgets is not None:
             yield entry("heads", f"budgets by head: {self._by_head()}; {measured_on(plan.head_budgets)}")
         elif self.source and not plan.policy.keeps_all:
-            why = plan.why_heads_are_alike or _how_to_differ(self.planned, self.source)
+            why = plan.why_heads_are_alike or self._how_to_differ
             yield entry("heads", f"equal budgets: {why}")
         if self.source and not plan.policy.keeps_all:
             yield facts_kept(plan, self.source)
         if plan.probe is not None:
             fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
             yield entry("probe", f"of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})")
+
+    @property
+    def _how_to_differ(self) -> str:
+        """What would give heads budgets of their own, or why nothing does."""
+        is_known = with_known_heads(self.planned.plan, self.source).head_budgets is not None
+        if is_known and not self.adapters:
+            return "what each needs is known, and --head-budgets auto goes by it"
+        if why := why_unmeasured(self.planned.spec):
+            return why
+        if not self.reads_texts:
+            return f"what each needs is measured with texts, and the tokenizer of {self.source} reads none"
+        if self.adapters:
+            given = " ".join(f"--adapter {one}" for one in self.adapters)
+            command = f"{PROGRAM} --model {self.source} {given} {OUTPUT} FILE"
+            return f"what each needs with --adapter is measured by: {command}; and --head-budgets FILE takes it"
+        other, advice = heads_of_another(self.source), f"what each needs is measured once by: {PROGRAM} --model {self.source}"
+        return advice if other is None else f"{other.file} is of a model of another shape, {other.model}; {advice}"
 
     def _line(self) -> str:
         asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
@@ -180,16 +200,6 @@ class KeptByPolicy:
         """Slots of a row of the first batch, which has the longest rows."""
         block = self.planned.blocks.first.block
         return policy.occupancy(block.batches[0], block.gen_len).capacity
-
-
-def _how_to_differ(planned: WorkloadPlan, source: str) -> str:
-    """What would give heads budgets of their own, or why nothing does."""
-    if with_known_heads(planned.plan, source).head_budgets is not None:
-        return "what each needs is known, and --head-budgets auto goes by it"
-    if why := why_unmeasured(planned.spec):
-        return why
-    other, advice = heads_of_another(source), f"what each needs is measured once by: {PROGRAM} --model {source}"
-    return advice if other is None else f"{other.file} is of a model of another shape, {other.model}; {advice}"
 
 
 def measured_on(budgets: HeadBudgets) -> str:

@@ -4,7 +4,7 @@ predicted of the run, beside what was measured."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, told
@@ -44,6 +44,8 @@ class PlanReport:
     processor: Processor | None  # what computes; None for another machine, of which only its profile is known
     packing: Packing | None = None
     tokenizer_note: str = ""
+    reads_texts: bool = True  # the tokenizer does
+    adapters: Sequence[str] = ()  # that are merged into the model, as they were given
     stored: StoredWeights | None = None  # what was found in the checkpoint
     arriving: bool = False  # how many prompts will come is not known
 
@@ -59,6 +61,8 @@ class PlanReport:
             processor=processor(loaded.device.kind),
             packing=loaded.packing,
             tokenizer_note=loaded.tokenizer.note,
+            reads_texts=loaded.tokenizer.reads_texts,
+            adapters=loaded.request.model.adapter,
             stored=StoredWeights.of(loaded.opened),
             arriving=arriving,
         )
@@ -98,7 +102,8 @@ class PlanReport:
         )
         yield from self._of_work()
         yield from self._of_schedule()
-        yield from KeptByPolicy(self.planned, "" if self.dummy_weights else self.planned.spec.name).entries()
+        source = "" if self.dummy_weights else self.planned.spec.name
+        yield from KeptByPolicy(self.planned, source, self.adapters, self.reads_texts).entries()
         yield from self._of_states()
         yield entry("numbers", self.arithmetic.line(), arithmetic=self.arithmetic.as_json())
         yield from self._of_devices()
