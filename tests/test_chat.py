@@ -27,6 +27,7 @@ from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import PlainStyle
+from tests.checkpoints.test_adapters import matrices_of, save_adapter, values_in
 from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
@@ -94,6 +95,21 @@ def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama:
         assert "\n".join(printable(text).splitlines()) in "\n".join(out[:-1])
     assert told["seen"] == told["held"] == 2 + 6 + 1 + 5 and told["endless"] is False
     assert [turn["tokens_read"] for turn in told["turns"]] == [2, 2]
+
+
+def test_all_turns_have_the_adapter_that_is_given(talk: Any, llama: Path, tmp_path: Path) -> None:
+    values = values_in(llama)
+    shapes = {name: (values[name].shape[0], values[name].shape[1]) for name in matrices_of(values) if "lm_head" not in name}
+    adapter = save_adapter(tmp_path / "adapter", shapes)
+    replies = []
+    for flags in ((), ("--lora", f"one={adapter}"), ("--adapter", str(adapter))):
+        _, out, errors = talk(["ab", "c"], "--style", "plain", *flags)
+        assert errors == []
+        replies.append([turn["reply"] for turn in json.loads(out[-1])["turns"]])
+    assert replies[1] == replies[2] != replies[0]
+    _, _, errors = talk(["ab"], "--lora", f"one={adapter}", "--lora", "two=b")
+    advice = "give one, or merge several: --adapter FOLDER"
+    assert errors == [f"error: --lora names one and two, and all texts have one adapter here; {advice}"]
 
 
 def test_a_talk_that_held_more_than_its_budget_says_so(talk: Any, monkeypatch: Any, capfd: Any) -> None:

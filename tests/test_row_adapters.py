@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,16 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.adapters import WEIGHTS
+from h2o_flexgen.checkpoints.packed import stored_values
 from h2o_flexgen.cli.slow import unrecorded_reason
 from h2o_flexgen.core.prefix_groups import OWN_TOKENS, adapter_of, bytes_of, text_under, tokens_of, under
-from h2o_flexgen.core.site import DEVICE, HOST
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.engine.graphs import BY_ADAPTERS, StepGraphs
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_maker import workload_of
@@ -41,6 +41,7 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.lora_request import LoRARequest
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.opened_model import OpenedModel
 from h2o_flexgen.text.prompts import Prompt
 from tests.checkpoints.test_adapters import RANK, changed, matrices_of, save_adapter, values_in, with_tensors
 from tests.helpers import tiny
@@ -539,27 +540,36 @@ def test_a_conversation_has_the_adapter_that_it_is_opened_with(llama: Adapted) -
 
 def as_gguf(folder: Path, model: Any, file: Path, alpha: float = 8.0, kind: str = "adapter", method: str = "lora") -> Path:
     """What PEFT has saved, as llama.cpp's converter writes it for a GGUF file of this model."""
-    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("gguf")
     from tests.helpers.gguf_files import FAMILIES, _rows_in_file, name_in_file
 
-    family = FAMILIES[model.config.model_type]
-    writer = gguf.GGUFWriter(file, family.architecture)
-    writer.add_type(kind)
-    writer.add_string("adapter.type", method)
-    writer.add_float32("adapter.lora.alpha", alpha)
+    family, halves = FAMILIES[model.config.model_type], dict[str, Tensor]()
     for key, values in load_file(folder / WEIGHTS).items():
         module, half = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
         own = values[_rows_in_file(model.config, family, module, len(values))] if half == "B" else values
-        writer.add_tensor(f"{name_in_file(f'{module}.weight', family.names)}.lora_{half.lower()}", own.contiguous().numpy())
-    written(writer)
-    return file
+        halves[f"{name_in_file(f'{module}.weight', family.names)}.lora_{half.lower()}"] = own
+    return save_gguf_adapter(file, family.architecture, halves, alpha, kind, method)
 
 
-def written(writer: Any) -> None:
+def save_gguf_adapter(
+    file: Path,
+    architecture: str,
+    halves: Mapping[str, Tensor],
+    alpha: float = 8.0,
+    kind: str = "adapter",
+    method: str = "lora",
+) -> Path:
+    writer = pytest.importorskip("gguf").GGUFWriter(file, architecture)
+    writer.add_type(kind)
+    writer.add_string("adapter.type", method)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, half in halves.items():
+        writer.add_tensor(name, half.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return file
 
 
 @pytest.mark.parametrize("kind, stored", [("llama-gqa", "gguf-q8_0"), ("qwen3", "gguf-bfloat16")])
@@ -575,6 +585,46 @@ def test_adapters_in_gguf_files_are_those_that_peft_has_saved(
     for place, own in wanted[1].items():
         assert torch.allclose(found[1][place], own, atol=2e-3), place
     assert found[0][0] != found[0][1]
+
+
+OF_GGUF = {  # what tensors of GGUF files are in models
+    "llama-gqa": {
+        "blk.1.attn_q.weight": "model.layers.1.self_attn.q_proj.weight",
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+        "output.weight": "lm_head.weight",
+    },
+    "olmoe": {
+        "blk.1.ffn_down_exps.weight": "model.layers.1.mlp.experts.{}.down_proj.weight",
+        "blk.0.attn_k.weight": "model.layers.0.self_attn.k_proj.weight",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OF_GGUF)
+def test_adapters_in_gguf_files_are_merged_into_decoded_matrices(
+    kind: str, checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    """Those of all experts, too, which are one tensor in the file. What is added is computed here from what the file says."""
+    file, opened = checkpoints.folder(kind, "gguf-q4_0"), checkpoints.opened(kind, "gguf-q4_0", "float32")
+    shapes = {name: one.shape for name, one in opened.spec(Plan()).tensors.items()}
+    halves, added = dict[str, Tensor](), dict[str, Tensor]()
+    for there, name in OF_GGUF[kind].items():
+        each = [own for number in range(8) if (own := name.format(number)) in shapes][: 1 if "{" not in name else None]
+        outputs, inputs = shapes[each[0]]
+        a, b = torch.randn(len(each), RANK, inputs), torch.randn(len(each), outputs, RANK)
+        halves |= {f"{there}.lora_a": a.squeeze(0), f"{there}.lora_b": b.squeeze(0)}
+        added |= {own: b[number] @ a[number] * (8 / RANK * 0.5) for number, own in enumerate(each)}
+    made = save_gguf_adapter(tmp_path / "made.gguf", "olmoe" if kind == "olmoe" else "llama", halves)
+    merged = OpenedModel.of(str(file), False, "float32", Site(), adapters=[f"{made}=0.5"])
+    assert merged.checkpoint is not None and opened.checkpoint is not None and len(added) >= 3
+    for name, tensor in opened.spec(Plan()).tensors.items():
+        found, wanted = (
+            torch.cat([*stored_values(one.checkpoint.located(tensor), 1)]) for one in (merged, opened) if one.checkpoint
+        )
+        assert torch.equal(found, wanted.float() + added[name] if name in added else wanted), name
+    adapted = Adapted(file, {}, offload)
+    logits = adapted.said([None] * 2, adapter=f"{made}=0.5")[1], adapted.said([None] * 2)[1]
+    assert not torch.allclose(logits[0][0, 0], logits[1][0, 0], atol=1e-3), "a run has them"
 
 
 def test_gguf_files_that_are_no_adapters_of_this_model_are_refused(
@@ -598,23 +648,14 @@ def test_gguf_files_that_are_no_adapters_of_this_model_are_refused(
     assert "is for models of the architecture 'qwen3', and this one is 'llama'" in told(other)
     head = save_adapter(tmp_path / "head", {"lm_head.weight": (128, 32)})
     line = told(as_gguf(head, stored, tmp_path / "head.gguf"))
-    assert (
-        "changes output.weight, and a request's adapter changes no tables, heads and experts; merge it into the model's" in line
-    )
-
-
-def test_experts_in_gguf_adapters_are_refused_by_name(checkpoints: Checkpoints, offload: Path, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(file := tmp_path / "experts.gguf", "llama")
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    for half, shape in (("a", (4, RANK, 32)), ("b", (4, 56, RANK))):
-        writer.add_tensor(f"blk.0.ffn_up_exps.weight.lora_{half}", np.ones(shape, np.float32))
-    written(writer)
-    line = one_line(Adapted(checkpoints.folder("llama-gqa", "gguf-q8_0"), {"one": file}, offload).open)
-    assert (
-        "changes blk.0.ffn_up_exps.weight, and a request's adapter changes no tables, heads and experts; merge it into" in line
-    )
+    changes = "and a request's adapter changes no tables, heads and experts; merge it: --adapter FILE"
+    assert f"changes output.weight, {changes}" in line
+    halves = {
+        f"blk.0.ffn_up_exps.weight.lora_{half}": torch.ones(4, *shape) for half, shape in (("a", (3, 64)), ("b", (96, 3)))
+    }
+    experts = save_gguf_adapter(tmp_path / "experts.gguf", "olmoe", halves)
+    line = told(experts, checkpoints.folder("olmoe", "gguf-q4_0"))
+    assert f"changes blk.0.ffn_up_exps.weight of expert 0, {changes}" in line
 
 
 @pytest.mark.parametrize(

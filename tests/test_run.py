@@ -33,6 +33,7 @@ from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.profiling import measure, profile_cache
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.plan_finder import WITH_ROOM, PlanFinder
+from tests.checkpoints.test_adapters import matrices_of, save_adapter, values_in
 from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
@@ -109,6 +110,15 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any, opt: Path) 
     assert document["decode_tokens_per_second"] == pytest.approx(16 / document["decode_seconds"], rel=0.01)
     assert document["prefill_tokens_per_second"] == pytest.approx(28 / document["prefill_seconds"], rel=0.01)
     assert set(document["peak_bytes"]) == {"device", "host", "disk"} and document["peak_bytes"]["disk"] > 0
+
+
+def test_all_prompts_have_the_adapter_that_is_given(command: Any, opt: Path, tmp_path: Path) -> None:
+    values = values_in(opt)
+    shapes = {name: (values[name].shape[0], values[name].shape[1]) for name in matrices_of(values) if "layers" in name}
+    flags, adapter = ("--model", opt, *SMALL, *DISK_HEAVY, "--dtype", "float32"), save_adapter(tmp_path / "adapter", shapes)
+    ways = ((), ("--lora", f"one={adapter}"), ("--adapter", adapter))
+    plain, beside, merged = (command(*flags, "--verbose", 2, *way) for way in ways)
+    assert beside.status == merged.status == 0 and beside.texts == merged.texts != plain.texts
 
 
 def test_a_run_that_held_more_than_its_budget_says_so(command: Any, opt: Path, monkeypatch: Any) -> None:

@@ -3,14 +3,18 @@
 An adapter has two thin matrices for each matrix that it changes. W becomes W + factor * (B @ A), in float32, and is then
 rounded or packed once. The factor is alpha / r, with rsLoRA alpha / sqrt(r), times the weight that the user gives. Several
 adapters are added one after the other. What other kinds of adapters would do is refused by name.
+
+For all experts of a layer that transformers holds as one parameter, PEFT has two thin matrices, too: A has r rows for each
+expert, and B a column of each expert for each of r (`target_parameters`). Where two parameters of a module are changed, the
+wrapper of one stands around that of the other, so that names do not say which is which. Shapes do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import isfinite, sqrt
 from pathlib import Path
@@ -19,8 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.model_files import read_object
+from h2o_flexgen.checkpoints.named_tensors import DOWN, GATE_UP, TOGETHER
 from h2o_flexgen.checkpoints.quantised import FoundTensors
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
@@ -43,6 +47,9 @@ INERT = frozenset(
         "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
+PARAMETERS, INNER = "target_parameters", ".base_layer"
+OF_EACH, SEPARATE = ".experts.", "save the model with a matrix for each expert"
+Halves = Mapping[str, StoredTensor]  # A and B
 PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")  # of training: others change the model's weights, too
 
 
@@ -68,8 +75,7 @@ class LowRank:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """A and B as the file has them, in float32."""
-        a, b = (read_whole(one).view(getattr(torch, one.dtype)).view(one.shape).float() for one in (self.a, self.b))
-        return a, b
+        return _values(self.a), _values(self.b)
 
     def rows(self, first: int, count: int) -> Tensor:
         """Rows of it, in float32."""
@@ -78,6 +84,29 @@ class LowRank:
 
     def forget(self) -> None:
         self.__dict__.pop("_halves", None)
+
+
+def _values(half: StoredTensor) -> Tensor:
+    return read_whole(half).view(getattr(torch, half.dtype)).view(half.shape).float()
+
+
+@dataclass(frozen=True)
+class LowRankOfExpert(LowRank):
+    """What an adapter adds to a matrix of one expert, in halves of all experts of its layer."""
+
+    number: int
+    count: int  # of experts
+    rows_of_b: slice  # of all that an expert's parameter has
+    values: Callable[[StoredTensor], Tensor]  # of a half; they are kept for the next expert
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows_of_b.stop - self.rows_of_b.start, self.a.shape[1]
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        a, b = self.values(self.a), self.values(self.b)
+        own = b.view(len(b), -1, self.count)[self.rows_of_b, :, self.number]
+        return a.view(self.count, -1, self.a.shape[1])[self.number], own
 
 
 @dataclass(frozen=True)
@@ -112,14 +141,8 @@ class Adapter:
     config: Mapping[str, Any]
 
     @classmethod
-    def of(cls, given: str) -> Adapter:
-        """Reads what a folder says, which is given as FOLDER or as FOLDER=WEIGHT."""
-        return cls.in_folder(*_divided(given))
-
-    @classmethod
     def in_folder(cls, folder: Path, weight: float = 1.0) -> Adapter:
-        if is_gguf(folder):
-            raise ValueError(f"adapter {folder} is a GGUF file, which is merged into no model; give --lora NAME={folder}")
+        """Reads what a folder says."""
         if not folder.is_dir():
             raise ValueError(f"adapter {folder} is no folder; give one with {CONFIG} and {WEIGHTS}")
         adapter = cls(folder, weight, read_object(folder / CONFIG, AGAIN))
@@ -138,8 +161,16 @@ class Adapter:
             raise self.refused(f"has biases of its own (bias {shown(bias)}), which are not used")
         if (begun := self.config.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
             raise self.refused(f"is for a model that its training changed first (init_lora_weights {shown(begun)})")
-        if others := sorted(name for name, value in self.config.items() if value and name not in INERT):
+        known = {*INERT, PARAMETERS} if self._parameters else INERT
+        if others := sorted(name for name, value in self.config.items() if value and name not in known):
             raise self.refused(f"sets {others[0]} ({shown(self.config[others[0]])}), which is not supported")
+
+    @property
+    def _parameters(self) -> Sequence[str]:
+        """The parameters of all experts of a layer that it may change; none where it names others."""
+        given = self.config.get(PARAMETERS) or ()
+        kinds = [str(name).rpartition(".")[2] for name in given] if isinstance(given, list) else []
+        return kinds if {*kinds} <= TOGETHER.keys() else ()
 
     def refused(self, what: str, advice: str = AGAIN) -> ValueError:
         return ValueError(f"adapter {self.folder} {what}; {advice}")
@@ -175,17 +206,54 @@ class Adapter:
                 raise self.refused(f"has the tensor {shown(tensor.name)} ({tensor.dtype}, {tensor.shape}), no half of a LoRA")
             halves.setdefault(named["module"], {})[named["half"]] = tensor
             embeddings |= {named["module"]} if named["kind"] else set()
-        return {module: self._part(module, both, module in embeddings) for module, both in halves.items()}
+        found = dict[str, LowRank]()
+        inner = {module: both for module, both in halves.items() if module.endswith(INNER)}
+        read = lru_cache(maxsize=2 * len(TOGETHER))(_values)
+        for module, both in halves.items():
+            if self._parameters and module.endswith(".experts"):
+                wrapped = [own for own in (both, inner.pop(module + INNER, None)) if own is not None]
+                found |= self._of_experts(module, wrapped, read)
+            elif not module.endswith(INNER):
+                found[module] = self._part(module, both, module in embeddings)
+        return found | {module: self._part(module, both, False) for module, both in inner.items()}
 
-    def _part(self, module: str, both: Mapping[str, StoredTensor], is_embedding: bool) -> LowRank:
+    def _of_experts(
+        self, module: str, wrapped: Sequence[Halves], values: Callable[[StoredTensor], Tensor]
+    ) -> Iterator[tuple[str, LowRank]]:
+        """What it adds to each expert's matrices of a layer, by module."""
+        for kind, both in self._by_parameter(module, wrapped):
+            a, b, rank, factor = self._checked(f"{module}.{kind}", both, of_experts=True)
+            own = b.shape[0] // len(TOGETHER[kind])
+            for number in range(count := a.shape[0] // rank):
+                for place, part in enumerate(TOGETHER[kind]):
+                    rows = slice(place * own, (place + 1) * own)
+                    yield f"{module}.{number}.{part}", LowRankOfExpert(a, b, factor, False, number, count, rows, values)
+
+    def _by_parameter(self, module: str, wrapped: Sequence[Halves]) -> Sequence[tuple[str, Halves]]:
+        """Finds the parameter that each pair of halves changes. What goes up goes down again, so that shapes say it."""
+        kinds = sorted({*self._parameters}, reverse=True)  # what goes up first
+        for each in (wrapped, wrapped[::-1]):
+            found = dict(zip(kinds, each))
+            whole = {kind: both for kind, both in found.items() if both.keys() == {"A", "B"}}
+            shapes = {kind: (both["B"].shape[0], both["A"].shape[1]) for kind, both in whole.items()}
+            up, down = shapes.get(GATE_UP, (0, 0)), shapes.get(DOWN, (0, 0))
+            if len(wrapped) == len(kinds) == len(shapes) and (len(kinds) == 1 or up == (2 * down[1], down[0])):
+                return [*found.items()]
+        raise self.refused(f"has halves for {module} that are not of its {' and '.join(kinds)}")
+
+    def _part(self, module: str, both: Halves, is_embedding: bool) -> LowRank:
+        a, b, _, factor = self._checked(module, both)
+        return LowRank(a, b, factor, is_embedding or bool(self.config.get("fan_in_fan_out")))
+
+    def _checked(self, module: str, both: Halves, of_experts: bool = False) -> tuple[StoredTensor, StoredTensor, int, float]:
+        """The halves for a module, their rank and their factor."""
         if both.keys() != {"A", "B"}:
             raise self.refused(f"has only one half of {module}")
         a, b, rank = both["A"], both["B"], self._of_module("r", "rank_pattern", module)
-        if a.shape[0] != b.shape[1] or a.shape[0] != rank:
+        if a.shape[0] != b.shape[1] or (a.shape[0] % rank if of_experts else a.shape[0] != rank):
             raise self.refused(f"has halves of the shapes {b.shape} and {a.shape} for {module}, and its config says r {rank:g}")
         alpha, is_rs = self._of_module("lora_alpha", "alpha_pattern", module), bool(self.config.get("use_rslora"))
-        factor = alpha / (sqrt(rank) if is_rs else rank) * self.weight
-        return LowRank(a, b, factor, is_embedding or bool(self.config.get("fan_in_fan_out")))
+        return a, b, int(rank), alpha / (sqrt(rank) if is_rs else rank) * self.weight
 
     def _of_module(self, name: str, pattern: str, module: str) -> float:
         """A number of the config, which some modules have their own of."""
@@ -196,9 +264,10 @@ class Adapter:
         return value
 
 
-def _divided(given: str) -> tuple[Path, float]:
+def divided(given: str) -> tuple[Path, float]:
+    """The place and the weight of what is given as PLACE or as PLACE=WEIGHT."""
     folder, _, weight = given.rpartition("=")
-    if not folder or Path(given).expanduser().is_dir():
+    if not folder or Path(given).expanduser().exists():
         return Path(given).expanduser(), 1.0
     try:
         found = decimal_number(weight)
@@ -214,10 +283,6 @@ class Adapters:
     """All adapters that are merged, in this order."""
 
     each: tuple[Adapter, ...] = ()
-
-    @classmethod
-    def of(cls, given: Iterable[str]) -> Adapters:
-        return cls(tuple(map(Adapter.of, given)))
 
     def __bool__(self) -> bool:
         return bool(self.each)
@@ -240,7 +305,10 @@ class Adapters:
         parts: dict[str, list[tuple[Adapter, LowRank]]] = {}
         for adapter in self.each:
             for module, part in adapter.parts().items():
-                name = usual.get(bare_name(adapter.usual(module, names)))
+                wanted = bare_name(adapter.usual(module, names))
+                name = usual.get(wanted)
+                if name is None and wanted.partition(OF_EACH)[0] + OF_EACH + GATE_UP in usual:
+                    raise adapter.refused(f"changes {module}, and {place} has one tensor of all experts of a layer", SEPARATE)
                 if name is None:
                     raise adapter.refused(f"changes {module}, and {place} has no such matrix: it is of another model")
                 parts.setdefault(name, []).append((adapter, part))

@@ -20,7 +20,7 @@ from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.checkpoints.named_tensors import each_expert, heads_apart, matrices_of_each, stored_in
 from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
-from h2o_flexgen.checkpoints.quantised import find_matrices
+from h2o_flexgen.checkpoints.quantised import FoundTensors, find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_architecture import USUAL_NAMES, GgufModel, TensorNames, bare_name
 from h2o_flexgen.checkpoints.stored_tensors import DECODED, Located, StoredAs, StoredMatrix, StoredTensor, unchecked
@@ -218,10 +218,10 @@ def open_checkpoint(
     `names` are those of the model's architecture; a GGUF file is not read without them. `read` reads its header. `adapters` are
     merged into matrices when these are copied."""
     if is_gguf(place):
-        adapters.refuse("a GGUF file")
         assert names.gguf is not None, names
         said = GgufModel.of(read(place), {names.model_type: names.gguf})
-        return Checkpoint(place, *heads_apart(*stored_in(said), names))
+        found = adapters.on(FoundTensors(*stored_in(said)), names, place)
+        return Checkpoint(place, *heads_apart(found.tensors, found.matrices, names))
     if not place.is_dir():
         raise ValueError(f"model folder {place} does not exist")
     quantisation = folder_quantisation(place)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
-from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, model_of, plan_of, sampling_of, site_of
+from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, adapter_of_all, model_of, plan_of, sampling_of, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
@@ -16,6 +16,7 @@ from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.busy_cores import Others
+from h2o_flexgen.sampling.lora_request import LoRARequest
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
@@ -50,6 +51,7 @@ class ChatRequest:
     """Everything that is asked of one talk."""
 
     model: ModelRequest
+    lora: LoRARequest | None  # the adapter of all turns
     site: SiteRequest
     plan: Plan  # has one row
     turns: tuple[str, ...] | None  # None: typed, or read from standard input
@@ -69,8 +71,10 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 def request_of(flags: Namespace) -> ChatRequest:
     plan = replace(plan_of(flags), gpu_batch_size=1)
     turns = None if flags.input is None else tuple(turns_in(flags.input))
+    model = model_of(flags)
     return ChatRequest(
-        model=model_of(flags),
+        model=model,
+        lora=adapter_of_all(model),
         site=site_of(flags),
         plan=plan,
         turns=turns,
@@ -111,7 +115,7 @@ def _of_json(line: str, where: str) -> list[str]:
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--input turns.jsonl] [--kv-policy NAME] [--percent W W KV KV A A] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
-    parser.add_model()
+    parser.add_model(takes_lora=True)
     parser.add_tokenizer()
     _add_turns(parser.group("talk"))
     group = parser.group("plan")

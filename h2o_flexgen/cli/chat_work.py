@@ -61,7 +61,8 @@ def work(request: ChatRequest) -> None:
 
 def _opened(request: ChatRequest, llm: LLM) -> Conversation:
     with Progress(0, f"loading {llm.name}", late=True) as progress:
-        return llm.converse(request.context_len, seed=request.seed, on_stage=OpeningReport(progress).stage)
+        stages = OpeningReport(progress).stage
+        return llm.converse(request.context_len, seed=request.seed, lora_request=request.lora, on_stage=stages)
 
 
 def typed_turns() -> Iterator[str]:

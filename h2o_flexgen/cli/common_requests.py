@@ -25,6 +25,7 @@ from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets import EQUAL
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.recall import RECALLED
+from h2o_flexgen.sampling.lora_request import LoRARequest
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
 from h2o_flexgen.session.open_request import (
     HEAD_BUDGETS,
@@ -75,6 +76,15 @@ def _folder_in(path: Path, model: str | None) -> Path:
             return folder
     places = " or ".join(str(folder) for folder in dict.fromkeys((*inside, path)))
     raise ValueError(f"--path {path} has no checkpoint: there is no config.json in {places}")
+
+
+def adapter_of_all(model: ModelRequest) -> LoRARequest | None:
+    """The adapter of --lora, where all rows have the same."""
+    (name, place), *others = model.adapters_by_name.items() or [("", "")]
+    if others:
+        named = f"--lora names {name} and {others[0][0]}"
+        raise ValueError(f"{named}, and all texts have one adapter here; give one, or merge several: --adapter FOLDER")
+    return LoRARequest(name, lora_path=place) if name else None
 
 
 # -- where it runs ---------------------------------------------------------------------------------------------------------

@@ -32,6 +32,10 @@ NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": Tr
 REPEATABLE = "may be given several times"
 PLAN, KV = options_of(Plan), options_of(KVOptions)
 MODEL, SITE = options_of(ModelRequest), options_of(SiteRequest)
+OF_ALL_TEXTS = (
+    "a LoRA or rsLoRA of PEFT (a folder) that all texts have beside the model's own weights, of which nothing is copied; for a "
+    "model in a GGUF file, a LoRA in another one"
+)  # what MODEL["lora_modules"] means where no request names one
 OF_PREFIXES = ("prefix_dir", "prefix_dir_size")  # of the site, for commands that share prefixes
 
 
@@ -143,7 +147,8 @@ class Parser(argparse.ArgumentParser):
 
     # -- groups that commands share --------------------------------------------------------------------------------------
 
-    def add_model(self) -> None:
+    def add_model(self, takes_lora: bool = False) -> None:
+        """Adds what is said of the model. `takes_lora`: all texts may have an adapter beside the weights."""
         group = self.group("model")
         named = "hub name (facebook/opt-30b), local folder of a checkpoint, GGUF file, smollm2, or demo: the one of the package"
         group.value("--model", "NAME", named)
@@ -152,6 +157,8 @@ class Parser(argparse.ArgumentParser):
         of_site = (SITE[name] for name in SITE if name not in ("gpus", *OF_PREFIXES))
         for one in (*(MODEL[name] for name in ("adapter", "dummy_weights", "dtype")), *of_site):
             group.option(one)
+        if takes_lora:
+            group.option(MODEL["lora_modules"], OF_ALL_TEXTS)
 
     def add_tokenizer(self) -> None:
         """Adds --tokenizer, for commands that read and write texts."""

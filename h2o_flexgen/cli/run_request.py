@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     DEMO_SAMPLING,
     GPUS,
+    adapter_of_all,
     asked_of,
     model_of,
     named_machine,
@@ -139,6 +140,8 @@ def request_of(flags: Namespace) -> RunRequest:
     sampling = sampling_of(flags)
     prompts = _prompts(flags)
     files, machine, model = _files(flags), named_machine(flags), model_of(flags)
+    if lora := adapter_of_all(model):
+        sampling = replace(sampling, lora_name=lora.lora_name)
     return RunRequest(
         files=files,
         machine=machine,
@@ -241,7 +244,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--prompt TEXT] [--percent W W KV KV A A] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
     parser.set_defaults(demo=False)
-    parser.add_model()
+    parser.add_model(takes_lora=True)
     parser.add_tokenizer()
     several = parser.group("several GPUs")
     several.option(SITE["gpus"])

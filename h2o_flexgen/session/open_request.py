@@ -60,7 +60,8 @@ class ModelRequest:
         (),
         Rule(lambda given: given, "a path, or a list of paths"),
         "FOLDER[=WEIGHT]",
-        "a LoRA or rsLoRA of PEFT, merged once into the weights that it changes, which are copied into a cache",
+        "a LoRA or rsLoRA of PEFT, merged once into the weights that it changes, which are copied into a cache; for a model in "
+        "a GGUF file, a LoRA in another one",
     )
 
     lora_modules: tuple[tuple[str, str], ...] = option(

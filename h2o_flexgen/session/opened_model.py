@@ -15,8 +15,9 @@ from h2o_flexgen.checkpoints.adapters import NO_ADAPTERS, Adapters
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from h2o_flexgen.checkpoints.derived import Damaged, fingerprint
 from h2o_flexgen.checkpoints.dummy import DummySource, random_format
+from h2o_flexgen.checkpoints.gguf_adapters import merged_adapters
 from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
-from h2o_flexgen.checkpoints.model_places import resolve_model
+from h2o_flexgen.checkpoints.model_places import local_place, resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quantisation_of
 from h2o_flexgen.core.allowed_values import AUTO
@@ -59,7 +60,7 @@ class OpenedModel:
     ) -> OpenedModel:
         """Opens a folder or a GGUF file, which `read` reads, or a name on the hub. .bin files are converted, and `stages`
         reports that. `adapters`: folders of those that are merged, each with =WEIGHT behind it if that is not 1."""
-        merged = Adapters.of(adapters)
+        merged = merged_adapters(adapters, None if dummy_weights else local_place(name))
         if dummy_weights:
             merged.refuse("random weights")
             folder, checkpoint, stored = None, None, None

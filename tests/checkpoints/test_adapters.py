@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.adapters import CONFIG, WEIGHTS, Adapters
+from h2o_flexgen.checkpoints.adapters import CONFIG, WEIGHTS
+from h2o_flexgen.checkpoints.gguf_adapters import merged_adapters
 from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.llm import LLM
@@ -185,6 +186,30 @@ def test_quantised_matrices_are_decoded_first(checkpoints: Checkpoints, offload:
     assert all(torch.allclose(one, other, atol=1e-3) for one, other in zip(found[1], wanted[1]))
 
 
+@pytest.mark.parametrize("kinds", [("gate_up_proj", "down_proj"), ("down_proj",)])
+def test_parameters_of_all_experts_are_changed_as_peft_changes_them(
+    kinds: tuple[str, ...], checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base, own = checkpoints.folder("olmoe"), {"r": 4, "lora_alpha": 16, "init_lora_weights": False}
+    targets = [f"mlp.experts.{kind}" for kind in kinds]
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=targets, **own)
+    torch.manual_seed(5)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).eval()
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        wanted = model(torch.tensor(PROMPTS[:1])).logits[0, -1]
+        for half in (one for name, one in model.named_parameters() if ".experts." in name and ".lora_" in name):
+            half.zero_()
+        without = model(torch.tensor(PROMPTS[:1])).logits[0, -1]
+    logits: list[Tensor] = []
+    with LLM(base, tokenizer="bytes", device="cpu", dtype="float32", offload_dir=offload, adapter=tmp_path / "saved") as llm:
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=1), on_logits=lambda row, step, made: logits.append(made.clone()))
+    assert torch.allclose(logits[0], wanted, atol=1e-4) and not torch.allclose(without, wanted, atol=1e-2)
+    beside = one_line(lambda: LLM(base, tokenizer="bytes", device="cpu", lora={"one": tmp_path / "saved"}))
+    assert "changes model.layers.0.mlp.experts.0." in beside and "merge it: --adapter FOLDER" in beside
+
+
 # -- the copy in the cache -------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +280,15 @@ REFUSED: Mapping[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), "cannot be read (No such file or directory)"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "has no adapter_model.safetensors; save it as safetensors"),
     "cut off": (lambda folder: (folder / WEIGHTS).write_bytes(b"\0" * 20), "adapter_model.safetensors"),
+    "halves of other parameters": (
+        lambda folder: (
+            changed(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])(folder),
+            with_tensors(**{f"model.layers.0.mlp.experts.lora_{half}.weight": torch.ones(2 * RANK, 2 * RANK) for half in "AB"})(
+                folder
+            ),
+        ),
+        "has halves for model.layers.0.mlp.experts that are not of its gate_up_proj and down_proj",
+    ),
     "magnitudes": (
         with_tensors(**{f"{UP}.lora_magnitude_vector": torch.ones(56)}),
         "has the tensor 'base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector' (float32, (56,)), no half of",
@@ -289,16 +323,17 @@ def test_what_is_given_is_read_as_it_is_meant(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_adapter(tmp_path / "a=2", {f"{UP}.weight": (56, 32)})
-    assert [(str(one.folder), one.weight) for one in Adapters.of(["a=2", "a=2=-3"]).each] == [("a=2", 1.0), ("a=2", -3.0)]
+    found = merged_adapters(["a=2", "a=2=-3"], None).each
+    assert [(str(one.folder), one.weight) for one in found] == [("a=2", 1.0), ("a=2", -3.0)]
     assert (
-        one_line(lambda: Adapters.of(["a=much"]))
+        one_line(lambda: merged_adapters(["a=much"], None))
         == "adapter 'a=much' has the weight 'much'; give FOLDER, or FOLDER=WEIGHT with a number"
     )
-    assert one_line(lambda: Adapters.of(["b"])) == f"adapter b is no folder; give one with {CONFIG} and {WEIGHTS}"
-    told = "adapter b.gguf is a GGUF file, which is merged into no model; give --lora NAME=b.gguf"
-    assert one_line(lambda: Adapters.of(["b.gguf"])) == told
+    told = f"adapter b is no folder; give one with {CONFIG} and {WEIGHTS}"
+    assert one_line(lambda: merged_adapters(["b"], None)) == told
+    assert one_line(lambda: merged_adapters(["b.gguf"], None)).startswith("adapter 'b.gguf' is a GGUF file, for matrices as ")
     dummy = {"tokenizer": "bytes", "device": "cpu", "dummy_weights": True}
     told = one_line(lambda: LLM(checkpoints.folder("qwen3"), adapter="a=2", **dummy))
     assert told.startswith("adapter a=2 cannot be merged into random weights; ")
     told = one_line(lambda: LLM(checkpoints.folder("qwen3", "gguf-q8_0"), adapter="a=2", tokenizer="bytes", device="cpu"))
-    assert told.startswith("adapter a=2 cannot be merged into a GGUF file; ")
+    assert told.startswith("adapter 'a=2' is for matrices as safetensors have them, and ")
