@@ -89,13 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--percent", type=float, nargs=6, default=ON_DISK, help="where weights, KV and activations lie")
     parser.add_argument("--output", help="also write a JSON document into this folder")
     args = parser.parse_args(argv)
+    if args.output:
+        Path(args.output).mkdir(parents=True, exist_ok=True)
     given = {"percent": args.percent, "dtype": args.dtype, "threads": args.threads, "gpu_batch_size": 1}
     with LLM(args.model, draft=OFF, **given) as plain, LLM(args.model, draft=NGRAM, **given) as guessing:
         found = measured({OFF: plain, NGRAM: guessing}, args.rounds, args.tokens, args.temperature)
         about = {"machine": describe_machine(plain.device), "commit": commit(), "date": date.today().isoformat()}
     document = {**{name: value for name, value in vars(args).items() if name != "output"}, **found, **about}
     for kind, own in found.items():
-        print(f"{kind:6} {own['gain']:.2f} times as fast, {own['tokens_per_pass']} tokens a pass")
+        print(f"{kind:6} {own['gain']:.3f} times as fast, {own['tokens_per_pass']} tokens a pass")
     if args.output:
         write_text(Path(args.output) / "drafts.json", json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

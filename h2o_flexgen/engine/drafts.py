@@ -16,6 +16,7 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.working_space import GUESSED_AT_ONCE
 
 LOOKED_UP = (4, 3, 2)  # the last tokens of a text, which are looked for in it
+LONGEST, SHORTEST = max(LOOKED_UP), min(LOOKED_UP)
 FEWEST = min(GUESSED_AT_ONCE)
 LONGEST_REST = 32  # passes of a row without a guess
 PLAIN_FIRST = 2  # passes without guesses that are timed before any guess
@@ -55,11 +56,13 @@ class Lookup:
         self._behind: dict[int, dict[tuple[int, ...], int]] = {count: {} for count in LOOKED_UP}
         self._read = 0  # tokens of the text that are known to be behind others
 
-    def guess(self, seen: Sequence[int], most: int) -> list[int]:
-        """At most so many tokens, behind the longest of the last tokens that came before, at their last place. Where these
-        reach the end of the text they are repeated."""
+    def guess(self, seen: Sequence[int], most: int, least: int = SHORTEST) -> list[int]:
+        """At most so many tokens, behind the longest of the last tokens that came before, at their last place; none where fewer
+        than `least` did. Where these reach the end of the text they are repeated."""
         self._read_on(seen)
         for count in LOOKED_UP:
+            if count < least:
+                break
             place = self._behind[count].get(tuple(seen[-count:]))
             if place is not None:
                 period = len(seen) - place
@@ -78,8 +81,10 @@ class Lookup:
 class _OfRow:
     """The guesses of a row: what they are, and how good they were."""
 
+    needs: int = SHORTEST  # tokens that must have come before, for a guess behind them, unless the last one was right
     lookup: Lookup = field(default_factory=Lookup)
     length: int = FEWEST
+    was_right: bool = False
     misses: int = 0  # one after the other
     rest: int = 0  # passes to come without a guess
     tokens: Sequence[int] = ()  # that are tried in the next pass
@@ -89,11 +94,16 @@ class _OfRow:
             self.rest -= 1
             self.tokens = ()
         else:
-            self.tokens = self.lookup.guess(seen, min(most, self.length)) if most > 0 else ()
+            self.tokens = self.lookup.guess(seen, min(most, self.length), self.least) if most > 0 else ()
+
+    @property
+    def least(self) -> int:
+        return SHORTEST if self.was_right else self.needs
 
     def judge(self, accepted: int, is_free: bool = False) -> None:
         """More after a guess that was all right, fewer after one that was partly right, none for a while after a wrong one,
         unless wrong ones cost nothing."""
+        self.was_right = accepted > 0
         if accepted:
             self.misses = 0
             wanted = 2 * self.length if accepted == len(self.tokens) else accepted
@@ -150,9 +160,11 @@ def _mean(before: float, newest: float, count: int) -> float:
 class Drafts:
     """The guesses of the rows of a batch."""
 
-    def __init__(self, most: int, is_recorded: bool = False, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, most: int, is_recorded: bool = False, is_waited: bool = True, clock: Clock = time.perf_counter) -> None:
         """`most`: tokens of all rows in a pass that are guessed, or taken otherwise behind the newest. `is_recorded`: passes
-        become quicker once they are recorded."""
+        become quicker once they are recorded. `is_waited`: passes wait for weights, so that a first guess is likely cheap;
+        else rows guess first where much speaks for it."""
+        self._needs = SHORTEST if is_waited else LONGEST
         self._most = most
         self._clock = clock
         self._rows: dict[int, _OfRow] = {}  # by their places in the workload
@@ -167,7 +179,7 @@ class Drafts:
 
     def propose(self, rows: Sequence[RowState], most_of_each: Sequence[int]) -> None:
         """Guesses for the next pass of these rows; `most_of_each`: tokens that there is room for behind the known ones."""
-        self._rows = {row.row: self._rows.get(row.row) or _OfRow() for row in rows}
+        self._rows = {row.row: self._rows.get(row.row) or _OfRow(self._needs) for row in rows}
         room = (self._most - sum(row.ahead for row in rows)) // len(rows) if self._worth.is_there else 0
         for row, most in zip(rows, most_of_each, strict=True):
             left = row.max_tokens - row.num_generated - 1  # no token follows the last one

@@ -483,7 +483,7 @@ class Engine:
         there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back, masks
         spares = planned.schedule.traffic.spares_passes(place)
         room = self._room_of_pass(batch, planned.schedule.traffic.moves_hidden(place))
-        drafts = Drafts(room - batch.size, self._plan.graphs != OFF) if planned.guesses(place) else None
+        drafts = Drafts(room - batch.size, self._plan.graphs != OFF, spares) if planned.guesses(place) else None
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there, drafts, spares, planned.tried_at_once)
         together = min(room // batch.size, planned.tried_at_once or room)

@@ -162,7 +162,7 @@ class _Batch:
 
     @classmethod
     def of(cls, kind: Kind, part: RowsPart, before: _Batch | None) -> _Batch:
-        """`before`: the batch with the rows that it had before."""
+        """`before`: the batch with the rows that it had before, or with the same ones and no guesses."""
         ahead = tuple(one._replace(levels=_staying(one.levels)) for one in part.ahead)
         batch = cls(kind, part, replace(part, levels=_staying(part.levels), tokens=part.tokens.clone(), ahead=ahead))
         if batch.part.adapted is not None:
@@ -173,8 +173,9 @@ class _Batch:
 
     def _make_ready(self, before: _Batch) -> None:
         """Makes the tensors that stay, as they were made for other rows of this batch, so that layers are captured at once."""
-        for own, known in zip(_steps_of(self.part), _steps_of(before.part), strict=True):
-            own.make_as_in(known)
+        for levels in (self.part.levels, *(one.levels for one in self.part.ahead)):
+            for own, known in zip(levels, before.part.levels, strict=True):
+                own.make_as_in(known)
         _ = self.part.positions  # where tokens are ahead, torch joins them
         shapes = {shape: torch.Size((len(self.part.tokens), *shape[1:])) for shape in before.hidden}
         self.hidden = {own: before.hidden[shape].new_empty(own) for shape, own in shapes.items()}
@@ -284,7 +285,8 @@ class StepGraphs:
         if known is None or known.kind != kind:
             if known is not None and known.graphs:
                 self._device.settle()  # before graphs go, none of them may be under way
-            known = _Batch.of(kind, rows.parts[0], None if self._device.accelerator else known)
+            before = known or self._known.get((number, ()))
+            known = _Batch.of(kind, rows.parts[0], None if self._device.accelerator else before)
             self._known[number, kind.ahead] = known
         self._batches[number] = known
         return known

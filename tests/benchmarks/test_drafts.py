@@ -13,10 +13,11 @@ drafts = load_script("drafts.py", "benchmarks")
 
 
 def test_both_ways_say_the_same_and_their_rates_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--model", "demo", "--rounds", "1", "--tokens", "12", "--threads", "1", "--output", str(tmp_path)]
+    out = tmp_path / "new"
+    given = ["--model", "demo", "--rounds", "1", "--tokens", "12", "--threads", "1", "--output", str(out)]
     assert drafts.main(given) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads((tmp_path / "drafts.json").read_text()) == document
+    assert json.loads((out / "drafts.json").read_text()) == document
     for kind, aim in drafts.AIMS.items():
         found = document[kind]
         assert found["aim"] == aim and len(found["gains"]) == 1 and found["tokens_per_pass"] >= 1
