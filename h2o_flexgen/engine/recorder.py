@@ -9,14 +9,88 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy
 
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.schedule.ops import Key, Lanes, Op, Task, place_of
 from h2o_flexgen.schedule.trace import Span, Trace
 
-KEPT = 1 << 14  # latest spans that are kept; of earlier ones only the sums per lane are
+KEPT, MORE = 1 << 14, 1 << 12  # latest spans that are kept, and more before earlier ones become sums per lane
 Kind = tuple[str, Op, bool]  # of tasks: lane, op, and whether it is the first step
 TIMED_EVERY = 8  # steps, of which one is timed where no trace is asked for
+OPS = tuple(Op)
+OP_NUMBERS = {op: number for number, op in enumerate(OPS)}
+COLUMNS = numpy.dtype(
+    [
+        ("op", "u1"),
+        ("lane", "u1"),
+        *((name, "i4") for name in ("step", "layer", "batch")),
+        ("start", "f8"),
+        ("end", "f8"),
+        ("bytes", "i8"),
+    ]
+)
+AT_ONCE = 256  # spans that become objects of Python at once
+
+
+class PackedSpans(Sequence[Span]):
+    """Spans in an array, 38 bytes each. As objects of Python they take 290."""
+
+    def __init__(self, packed: numpy.ndarray, lanes: Sequence[str]) -> None:
+        self._packed = packed
+        self._lanes = lanes
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @overload
+    def __getitem__(self, place: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> PackedSpans: ...
+
+    def __getitem__(self, place: int | slice) -> Span | PackedSpans:
+        if isinstance(place, slice):
+            return PackedSpans(self._packed[place], self._lanes)
+        return self._unpacked(self._packed[place].item())
+
+    def __iter__(self) -> Iterator[Span]:
+        for first in range(0, len(self), AT_ONCE):
+            yield from map(self._unpacked, self._packed[first : first + AT_ONCE].tolist())
+
+    def _unpacked(self, values: tuple[Any, ...]) -> Span:
+        op, lane, step, layer, batch, *others = values
+        return Span(Key(OPS[op], step, layer, batch), self._lanes[lane], *others)
+
+
+class LatestSpans:
+    """The latest spans of a run, and sums of the earlier ones. Its memory does not grow with the run."""
+
+    def __init__(self) -> None:
+        self._packed = numpy.empty(KEPT + MORE, COLUMNS)
+        self._count = 0
+        self._lanes: dict[str, int] = {}
+        self._earlier: Mapping[str, tuple[float, int]] = {}
+
+    def add(self, span: Span) -> None:
+        if self._count == len(self._packed):
+            self._drop_earlier()
+        (op, *place), lane, start, end, moved = span
+        self._packed[self._count] = (OP_NUMBERS[op], self._lanes.setdefault(lane, len(self._lanes)), *place, start, end, moved)
+        self._count += 1
+
+    def _drop_earlier(self) -> None:
+        trace = self.trace()
+        self._earlier, self._count = trace.with_latest(KEPT).earlier, 0
+        for span in trace.spans[-KEPT:]:
+            self.add(span)
+
+    def trace(self) -> Trace:
+        packed = self._packed[: self._count]
+        in_order = packed[packed["start"].argsort(kind="stable")]
+        return Trace(PackedSpans(in_order, tuple(self._lanes)), self._earlier)
 
 
 class Recorder:
@@ -37,8 +111,7 @@ class Recorder:
         self._timed: Counter[Kind] = Counter()  # seconds of marked tasks
         self._timed_tasks: Counter[Kind] = Counter()
         self._untimed_tasks: Counter[Kind] = Counter()
-        self._trace = Trace(())
-        self._kept: list[Span] = []
+        self._kept = LatestSpans()
 
     def times(self, task: Task) -> bool:
         return self._times_all or task.step == 0 or task.step % TIMED_EVERY == 1
@@ -65,9 +138,6 @@ class Recorder:
             self._keep_timed(*self._before.popleft())
         while self._marked and self._marked[0][2].query():
             yield self._ends(*self._marked.popleft())
-        if len(self._kept) > 2 * KEPT:
-            self._trace = self.trace().with_latest(KEPT)
-            self._kept = []
 
     def _ends(self, task: Task, first: Marker | None, last: Marker, moved: int) -> Key:
         if first is None:
@@ -93,7 +163,7 @@ class Recorder:
     def _keep(self, span: Span) -> None:
         self.moved_bytes[span.lane] += span.bytes
         self.moved_by_op[span.key.op] += span.bytes
-        self._kept.append(span)
+        self._kept.add(span)
 
     def busy_seconds(self) -> Mapping[str, float]:
         """Seconds of the tasks of each lane; those that were not timed take as long as the others of their kind."""
@@ -112,6 +182,5 @@ class Recorder:
         return {lane: busy[lane] if lane in estimated else trace.busy_seconds(lane) for lane in lanes}
 
     def trace(self) -> Trace:
-        """The spans of all timed tasks."""
-        spans = sorted((*self._trace.spans, *self._kept), key=lambda span: span.start)
-        return Trace(tuple(spans), self._trace.earlier)
+        """The latest spans of timed tasks, and sums of the earlier ones."""
+        return self._kept.trace()

@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     earlier: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # lane -> busy seconds and bytes of dropped spans
 
     @property

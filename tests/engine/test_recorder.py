@@ -1,0 +1,67 @@
+"""What a run keeps of its tasks: the latest ones as they were, sums of the others, and little memory for both."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from h2o_flexgen.engine import recorder
+from h2o_flexgen.engine.recorder import KEPT, MORE, LatestSpans
+from h2o_flexgen.schedule.ops import Key, Op
+from h2o_flexgen.schedule.trace import Span, Trace
+
+MOST_BYTES = 4 << 20
+
+
+def made_up(count: int) -> list[Span]:
+    """Spans of all ops in the order in which tasks end. Some began after the next one; those of a lane never overlap."""
+    random, ops = Random(3), tuple(Op)
+    found = []
+    for number in range(count):
+        op, start = ops[number % len(ops)], number + random.random()
+        key = Key(op, 70_000 + number, number % 900, number % 64)
+        found.append(Span(key, f"{op.lane} {number % 2}", start, start + random.random(), random.choice([0, number << 20])))
+    return sorted(found, key=lambda span: span.end)
+
+
+def kept(spans: Sequence[Span]) -> Trace:
+    latest = LatestSpans()
+    for span in spans:
+        latest.add(span)
+    return latest.trace()
+
+
+def test_spans_come_back_as_they_were_in_the_order_of_their_starts() -> None:
+    spans = made_up(900)
+    trace, expected = kept(spans), sorted(spans, key=lambda span: span.start)
+    assert [*trace.spans] == expected and trace.earlier == {}
+    assert (len(trace.spans), trace.spans[7], [*trace.spans[-3:]]) == (900, expected[7], expected[-3:])
+
+
+def test_earlier_spans_become_sums_by_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "KEPT", 80)
+    monkeypatch.setattr(recorder, "MORE", 20)
+    spans = made_up(1000)
+    trace, whole = kept(spans), Trace(tuple(spans))
+    assert 80 <= len(trace.spans) <= 100 and [*trace.spans] == sorted(spans, key=lambda span: span.start)[-len(trace.spans) :]
+    assert trace.lanes == whole.lanes
+    for lane in whole.lanes:
+        assert trace.moved_bytes(lane) == whole.moved_bytes(lane)
+        assert trace.busy_seconds(lane) == pytest.approx(whole.busy_seconds(lane))
+
+
+def test_a_long_run_holds_little_memory() -> None:
+    some, latest = made_up(KEPT), LatestSpans()
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            for span in some:
+                latest.add(span._replace(key=span.key._replace()))
+        trace = latest.trace()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert KEPT <= len(trace.spans) <= KEPT + MORE and peak < MOST_BYTES
