@@ -14,9 +14,17 @@ from typing import NamedTuple, TypeAlias
 
 from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.hints import reason, refuse_unknown, shown
-from h2o_flexgen.jobs.line_fields import Options, read_options
+from h2o_flexgen.jobs.line_fields import (
+    CLASSIFY,
+    PAIRS,
+    RERANK,
+    SCORE,
+    Options,
+    read_embedding_options,
+    read_label_options,
+    read_options,
+)
 from h2o_flexgen.jobs.model_names import ModelNames
-from h2o_flexgen.jobs.pooling_fields import CLASSIFY, PAIRS, RERANK, SCORE, read_embedding_options, read_label_options
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, TextPair, read_chat, token_ids

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2o_flexgen.core.files import read_text
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.line import READING as READ_THERE
+from h2o_flexgen.jobs.line_fields import CLASSIFY
 from h2o_flexgen.jobs.model_names import UnknownModel
-from h2o_flexgen.jobs.pooling_fields import CLASSIFY
 from h2o_flexgen.server.batches.routes import BatchRoutes, routes_without_folder
 from h2o_flexgen.server.counts import MEDIA_TYPE, ServerCounts, batches_text
 from h2o_flexgen.server.listening import says_json, where_it_ends_is_unclear

@@ -11,8 +11,8 @@ import pytest
 from h2o_flexgen.core import labels
 from h2o_flexgen.core.labels import TOGETHER, Labels
 from h2o_flexgen.jobs.line import Line
+from h2o_flexgen.jobs.line_fields import read_label_options
 from h2o_flexgen.jobs.openai_answers import label_body
-from h2o_flexgen.jobs.pooling_fields import read_label_options
 from h2o_flexgen.sampling.completion import Completion
 
 SCORES = array("f", (0.5, -1.0, 2.0))

@@ -17,13 +17,14 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from openai.types.embedding_create_params import EmbeddingCreateParams as OfEmbeddings
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as OfResponses
 
-from h2o_flexgen.jobs.line_fields import OF_CHATS, OF_PROMPTS
-from h2o_flexgen.jobs.pooling_fields import (
+from h2o_flexgen.jobs.line_fields import (
     CLASSIFY,
     DOCUMENTS,
     FIRST,
+    OF_CHATS,
     OF_EMBEDDINGS,
     OF_LABELS,
+    OF_PROMPTS,
     QUERY,
     RERANK,
     SCORE,
