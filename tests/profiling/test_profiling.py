@@ -45,10 +45,9 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import attention_rates, busy_cores, moving, products, profile_cache
 from h2o_flexgen.profiling.bench import FULL, QUICK, Bench, BytePool, Clock, ProfileWatch, Stopwatch, Subject, TimeLimit
-from h2o_flexgen.profiling.measured_machine import profile
+from h2o_flexgen.profiling.measured_machine import Measurement, RoundsTaken, profile
 from h2o_flexgen.profiling.products import small_llama, small_opt
 from h2o_flexgen.profiling.profile_cache import profile_apart, profiled
-from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.schedule.ops import Task
 from tests.helpers.inverted import Inverted, registered

@@ -12,8 +12,7 @@ import pytest
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.profiling.bench import Figures, Subject, TimeLimit
-from h2o_flexgen.profiling.measured_machine import profile
-from h2o_flexgen.profiling.rounds import Measurement, RoundsTaken, measured, missing
+from h2o_flexgen.profiling.measured_machine import Measurement, RoundsTaken, measured, missing, profile
 from tests.profiling.profiles import TINY
 
 
