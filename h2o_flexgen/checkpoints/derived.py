@@ -2,6 +2,8 @@
 
 A manifest beside the files says what was written to them. Everything small is compared with it when a folder is opened, the
 weights whenever they are read: disks fail, and copies are trusted for years. A damaged folder is removed and made again.
+
+Beside these folders lies what was measured for a model here, in a file that its identity names (`kept_file`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.gguf_format import is_gguf
+from h2o_flexgen.checkpoints.model_places import cached_folder, local_place
 from h2o_flexgen.checkpoints.safetensors_format import header_of, raw_header
 from h2o_flexgen.checkpoints.stale_files import PARTIAL, nbytes_in, writer
 from h2o_flexgen.checkpoints.stored_tensors import StoredTensor, Sums
@@ -332,3 +336,23 @@ def alone_in(cache: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+CALIBRATE = "python -m h2o_flexgen.calibrate"  # the command that measures
+HEAD_BUDGETS = "head_budgets"  # a kind, and its folder in the cache
+CONFIG, KINDS_OF_WEIGHTS = "config.json", (WEIGHTS, ".bin")
+
+
+def kept_file(model: str, kind: str) -> Path | None:
+    """The place for a measurement of the model, which may be empty. None: no files here would identify the model."""
+    place = local_place(model)
+    if not place.exists():
+        place = cached_folder(model) or place
+    files = _files(place)
+    return cache_folder(kind) / f"{model_name(place)}-{fingerprint(files)}.json" if files else None
+
+
+def _files(place: Path) -> list[Path]:
+    if place.is_dir():
+        return sorted(file for file in place.iterdir() if file.name == CONFIG or file.suffix in KINDS_OF_WEIGHTS)
+    return [place] if is_gguf(place) and place.is_file() else []

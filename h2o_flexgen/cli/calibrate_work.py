@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from h2o_flexgen.calibration.calibration import FOUND, Calibration, ProbeFit, calibrate
-from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
+from h2o_flexgen.checkpoints.derived import HEAD_BUDGETS, kept_file
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli.calibrate_request import CalibrateRequest
 from h2o_flexgen.cli.output_files import OUTPUT

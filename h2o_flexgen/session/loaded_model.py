@@ -13,9 +13,8 @@ from pathlib import Path
 
 from h2o_flexgen.calibration.text_reading import ReadModel
 from h2o_flexgen.checkpoints.checkpoint import HandedSource, WeightSource
-from h2o_flexgen.checkpoints.derived import COPIES, Damaged
+from h2o_flexgen.checkpoints.derived import CALIBRATE, COPIES, Damaged
 from h2o_flexgen.checkpoints.gguf_format import read_gguf
-from h2o_flexgen.checkpoints.kept_measurements import CALIBRATE
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.stale_files import remove_leftovers
 from h2o_flexgen.core.allowed_values import AUTO

@@ -14,7 +14,7 @@ from pathlib import Path
 from h2o_flexgen.calibration.calibration import calibrate
 from h2o_flexgen.calibration.kept_reading import KeptReading, Pace, TakesTooLong
 from h2o_flexgen.calibration.text_reading import ReadModel
-from h2o_flexgen.checkpoints.kept_measurements import CALIBRATE, HEAD_BUDGETS, kept_file
+from h2o_flexgen.checkpoints.derived import CALIBRATE, HEAD_BUDGETS, kept_file
 from h2o_flexgen.engine.reports import Stage, Stages
 from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.policies.head_budgets import EQUAL, HeadBudgets, why_unmeasured, write_head_budgets

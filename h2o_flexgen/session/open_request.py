@@ -274,7 +274,7 @@ def _known_heads(model: str) -> HeadBudgets | None:
         return beside
     if not cache_folder(HEAD_BUDGETS).is_dir():
         return None
-    from h2o_flexgen.checkpoints.kept_measurements import kept_file
+    from h2o_flexgen.checkpoints.derived import kept_file
 
     return _read_unasked(kept_file(model, HEAD_BUDGETS))
 

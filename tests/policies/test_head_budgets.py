@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
+from h2o_flexgen.checkpoints.derived import HEAD_BUDGETS, kept_file
 from h2o_flexgen.checkpoints.model_places import DEMO_MODELS, SMOLLM2, folders_beside
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan

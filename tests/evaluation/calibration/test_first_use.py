@@ -17,7 +17,7 @@ from h2o_flexgen.calibration.calibration import Calibration
 from h2o_flexgen.calibration.calibration import calibrate as calibrated
 from h2o_flexgen.calibration.kept_reading import KeptReading, Pace, TakesTooLong
 from h2o_flexgen.calibration.text_reading import ReadSoFar
-from h2o_flexgen.checkpoints.kept_measurements import HEAD_BUDGETS, kept_file
+from h2o_flexgen.checkpoints.derived import HEAD_BUDGETS, kept_file
 from h2o_flexgen.engine.reports import Stages
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
