@@ -9,11 +9,10 @@ from shutil import copy
 import pytest
 
 from h2o_flexgen.checkpoints.model_places import SMOLLM2
-from h2o_flexgen.cli.report.kept_by_policy import facts_kept
+from h2o_flexgen.cli.report.kept_by_policy import FILE, Survival, facts_kept, survival_under
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import FILE as HEADS
 from h2o_flexgen.policies.head_budgets import read_head_budgets
-from h2o_flexgen.session.measured_recall import FILE, Survival, survival_under
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "quality"
 OWN = read_head_budgets(SMOLLM2.folder / HEADS)
