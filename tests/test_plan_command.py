@@ -20,11 +20,10 @@ from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.kernels import native
 from h2o_flexgen.planning import search
-from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.machine import Machine, find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling import profile_cache
-from h2o_flexgen.session import machine_source, model_shapes
+from h2o_flexgen.session import machine_source, opened_model
 from h2o_flexgen.session.plan_finder import PlanFinder
 from tests.helpers.commands import Result, called
 from tests.helpers.pretended import PretendedDevice
@@ -75,7 +74,7 @@ def few_numbers_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the tests may hold more than a plan is given here."""
-    monkeypatch.setattr(model_shapes, "process_bytes", lambda: 320 << 20)
+    monkeypatch.setattr(opened_model, "process_bytes", lambda: 320 << 20)
 
 
 @pytest.fixture
@@ -454,7 +453,7 @@ def test_a_plan_for_a_gpu_of_this_machine_says_how_it_is_checked_unless_it_was(
     monkeypatch.setattr(machine_source, "open_device", lambda name: PretendedDevice())
     monkeypatch.setattr(machine_source, "profile_at_hand", lambda *_: own)
     monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: own)
-    monkeypatch.setattr(model_shapes, "kept_graph_bytes", lambda device: kept)
+    monkeypatch.setattr(opened_model, "kept_graph_bytes", lambda device: kept)
     flags = ("--evaluate", "--percent", *(100, 0) * 3, "--prompt-len", 4, "--gen-len", 2, "--dtype", "float32")
     planned = called(plan.main, capfd, "--model", opt, *flags)
     assert planned.status == 0, planned.err

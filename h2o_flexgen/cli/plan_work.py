@@ -17,7 +17,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.session.machine_source import MachineSource
-from h2o_flexgen.session.model_shapes import ModelShapes
+from h2o_flexgen.session.opened_model import ModelShapes
 from h2o_flexgen.session.plan_finder import PlanFinder
 
 

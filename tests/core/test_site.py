@@ -13,7 +13,7 @@ from h2o_flexgen.formats.kernel_table import CUDA, Processor
 from h2o_flexgen.kernels import native
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.profiling.measured_machine import measured_dtypes
-from h2o_flexgen.session.model_shapes import ModelShapes
+from h2o_flexgen.session.opened_model import ModelShapes
 
 T4 = Site(True, processor=Processor(CUDA, instructions=("float16",)))
 A100 = Site(True, processor=Processor(CUDA, instructions=("float16", "bfloat16")))

@@ -24,7 +24,7 @@ from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.session.model_shapes import system_share
+from h2o_flexgen.session.opened_model import system_share
 
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
 BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
