@@ -20,10 +20,9 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.structured_outputs import JSON, JSON_OBJECT, NAME
 from h2o_flexgen.text.answer_forms import FORMS, ID_LENGTH, THOUGHTS, AnswerForm, form_of
 from h2o_flexgen.text.answer_reader import AnswerReading
-from h2o_flexgen.text.held_calls import held_to_calls
 from h2o_flexgen.text.prompts import ASSISTANT, CALL_ID, CALLS, SYSTEM, USER, Prompt
 from h2o_flexgen.text.tokenizer import NO_SETTINGS, ChatInput, Message, TemplateSettings, Tokenizer
-from h2o_flexgen.text.tools import TOOLS, ToolUse
+from h2o_flexgen.text.tools import TOOLS, ToolUse, held_to_calls
 
 SPEAKER, ANSWERER = "User:", "Assistant:"
 
