@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.apps.data_wrangling.tables import NOTHING, Table
+from h2o_flexgen.apps.data_wrangling.data_sets import NOTHING, Table
 
 
 def table(folder: Path, text: str, *needed: str) -> Table:

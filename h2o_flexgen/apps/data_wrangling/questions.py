@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from h2o_flexgen.apps.data_wrangling.data_sets import DETECT, IMPUTE, MATCH, DataSet, Folder
-from h2o_flexgen.apps.data_wrangling.tables import Row, Table
+from h2o_flexgen.apps.data_wrangling.data_sets import DETECT, IMPUTE, MATCH, DataSet, Folder, Row, Table
 from h2o_flexgen.core.files import parse_json, read_text
 from h2o_flexgen.core.hints import shown
 
