@@ -15,8 +15,17 @@ from torch import Tensor
 from h2o_flexgen.calibration.text_reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.evaluation.recall_questions import AskedFact, FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import percent, table
-from h2o_flexgen.evaluation.study.readers import Array, Gone, Keeper, LevelKeeper, coding_of, ranks, studied_policies
-from h2o_flexgen.evaluation.study.whole_text import attend_whole, attention_of
+from h2o_flexgen.evaluation.study.readers import (
+    Array,
+    Gone,
+    Keeper,
+    LevelKeeper,
+    attend_whole,
+    attention_of,
+    coding_of,
+    ranks,
+    studied_policies,
+)
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens

@@ -14,6 +14,7 @@ import torch
 from h2o_flexgen.calibration.text_reading import OnLayer, TextReading, read_texts
 from h2o_flexgen.evaluation.study.readers import (
     ORACLE,
+    THRESHOLD,
     Array,
     Gone,
     Held,
@@ -33,7 +34,6 @@ from h2o_flexgen.evaluation.study.readers import (
     studied_policies,
     survival,
 )
-from h2o_flexgen.evaluation.study.whole_text import THRESHOLD
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.positions import of_windows
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.evaluation.study import readers
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
-from h2o_flexgen.evaluation.study.whole_text import Attention, attention_in_blocks
+from h2o_flexgen.evaluation.study.readers import Attention, attention_in_blocks
 from h2o_flexgen.llm import LLM
 from tests.helpers import tiny
 from tests.helpers.contract import distinct_prompts
