@@ -20,7 +20,7 @@ from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.reports import Stage
-from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.machine import find_machine
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.schedule import SCHEDULES

@@ -28,7 +28,7 @@ from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.planning.cost import Cost
-from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.machine import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import WorkloadPlan

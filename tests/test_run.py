@@ -27,7 +27,7 @@ from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.engine import resources
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.formats.kernel_table import LIBRARIES, TORCH
-from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.machine import find_machine
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.profiling import measure, profile_cache

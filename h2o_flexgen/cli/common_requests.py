@@ -15,8 +15,7 @@ from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.formats.table import BY_BITS
-from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.machine import Machine, find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT

@@ -12,7 +12,7 @@ from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import MODEL, SITE, Parser
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.planning.machines import SUFFIXES
+from h2o_flexgen.planning.machine import SUFFIXES
 from h2o_flexgen.session.open_request import SiteRequest
 
 PROGRAM = "python -m h2o_flexgen.profile"

@@ -17,8 +17,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import set_threads
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
-from h2o_flexgen.planning.machines import machine_file
+from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine, machine_file
 from h2o_flexgen.profiling.bench import FULL, QUICK
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.profiling.measured_machine import profile

@@ -18,7 +18,7 @@ import torch
 
 import h2o_flexgen
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.planning.machines import kept_folder
+from h2o_flexgen.planning.machine import kept_folder
 
 MISSING = "none"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.machine import find_machine
 from h2o_flexgen.schedule import SCHEDULES
 from tests.helpers.tiny import tiny_config
 from tests.scripts.loading import load_script

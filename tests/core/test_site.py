@@ -11,7 +11,7 @@ from h2o_flexgen.cli.plan_request import parse, request_of
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats.kernel_table import CUDA, Processor
 from h2o_flexgen.kernels import native
-from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.machine import find_machine
 from h2o_flexgen.profiling.measured_machine import measured_dtypes
 from h2o_flexgen.session.opened_model import ModelShapes
 

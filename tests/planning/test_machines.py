@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.machines import find_machine, known_machines, machine_file, save_machine, saved_machine
+from h2o_flexgen.planning.machine import Machine, find_machine, known_machines, machine_file, save_machine, saved_machine
 from tests.planning.test_machine import SMALL
 
 

@@ -39,8 +39,7 @@ from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
+from h2o_flexgen.planning.machine import Machine, machine_file, save_machine, saved_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import attention_rates, busy_cores, moving, products, profile_cache
