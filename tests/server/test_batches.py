@@ -23,8 +23,7 @@ from h2o_flexgen.jobs.recovery import AppendFile, Finished
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.server.batches import batch_threads
-from h2o_flexgen.server.batches.batch_run import BatchRun
-from h2o_flexgen.server.batches.batch_threads import BatchWork
+from h2o_flexgen.server.batches.batch_threads import BatchRun, BatchWork
 from h2o_flexgen.server.batches.stored_batches import (
     CANCELLED,
     CANCELLING,
