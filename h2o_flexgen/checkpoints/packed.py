@@ -35,7 +35,7 @@ from h2o_flexgen.checkpoints.stored_tensors import (
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.sectioned import Sectioned, parts_of_sections, section_starts
+from h2o_flexgen.formats.byte_layout import Sectioned, parts_of_sections, section_starts
 from h2o_flexgen.formats.table import FORMATS, PLAIN, chosen_format
 from h2o_flexgen.kernels.operations import decode, encode
 

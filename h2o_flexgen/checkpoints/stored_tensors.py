@@ -29,7 +29,7 @@ from h2o_flexgen.core.buffer_layout import ALIGNMENT, aligned
 from h2o_flexgen.core.files import Check
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.sectioned import Sectioned, section_starts
+from h2o_flexgen.formats.byte_layout import Sectioned, section_starts
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.raw_memory import bytes_of
 

@@ -2,12 +2,18 @@
 in their own words (kernels/stored_values.h), and tests hold them together.
 
 The codes of a row are seen as words of 32 bits, eight codes of 4 bits or four of 8. What codes share (a scale, a minimum, a
-zero) lies in the block of the word, or in sections of its own.
+zero) lies in the block of the word, or in sections of its own. Matrices in sections (`Sectioned`) are those of quantised
+safetensors: the codes of all rows, then the scales that they share, and what else there is. Such bytes come from a checkpoint
+and are kept as they are: nothing here encodes. A section begins at a multiple of 64 bytes of the tensor. Such a matrix is
+moved and multiplied whole: no row has bytes of its own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
 
 INTEGER, FLOAT4, FLOAT8 = "integer", "float4", "float8"  # kinds of codes
 SCALE, SCALE_AND_MINIMUM = "scale", "scale and minimum"  # of a block, as float16
@@ -88,3 +94,61 @@ class ByteLayout:
     def apart(self) -> int:
         """How far these are apart."""
         return 4 if self.shared == SIX_BITS else 2
+
+
+SECTION_ALIGNMENT = 64
+WHOLE = 1 << 40  # rows that lie together: more than any matrix has
+E8M0 = "e8m0"
+SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, E8M0: 1}  # e8m0: a byte b means 2 ** (b - 127)
+
+
+class Sectioned(ABC):
+    """A format of checkpoints in sections."""
+
+    rows_together: ClassVar[int] = WHOLE
+    name_in_c: ClassVar[str]
+    scale: str  # the type of its scales, one of SCALE_BYTES
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def layout(self) -> ByteLayout: ...
+
+    @property
+    def sharing(self) -> str:
+        """What shares a scale, for reports."""
+        return f"groups of {self.layout.shared_inputs}"
+
+    @abstractmethod
+    def sections(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The bytes of each section of a matrix (outputs, inputs)."""
+
+    @abstractmethod
+    def outputs_together(self) -> tuple[int, ...]:
+        """The outputs that each section has bytes for, together; 0 where they are for all."""
+
+    def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        return sum(map(_filled, self.sections(shape)))
+
+
+def section_starts(format: Sectioned, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The places at which sections begin."""
+    return tuple(accumulate(map(_filled, format.sections(shape)[:-1]), initial=0))
+
+
+def parts_of_sections(format: Sectioned, shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """The ranges of bytes of each section that make the matrix of the outputs from `first` to `last` alone, which begin where
+    every section can be cut."""
+    ranges = []
+    for nbytes, together in zip(format.sections(shape), format.outputs_together()):
+        unit = nbytes // -(-shape[0] // together) if together else nbytes
+        assert not together or first % together == 0, (format, first)
+        ranges.append((first // together * unit, -(-last // together) * unit) if together else (0, nbytes))
+    return tuple(ranges)
+
+
+def _filled(nbytes: int) -> int:
+    return -(-nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
-from h2o_flexgen.formats.byte_layout import FLOAT8, ByteLayout
-from h2o_flexgen.formats.sectioned import SCALE_BYTES, Sectioned
+from h2o_flexgen.formats.byte_layout import FLOAT8, SCALE_BYTES, ByteLayout, Sectioned
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
-from h2o_flexgen.formats.byte_layout import ByteLayout
-from h2o_flexgen.formats.sectioned import SCALE_BYTES, Sectioned
+from h2o_flexgen.formats.byte_layout import SCALE_BYTES, ByteLayout, Sectioned
 
 MIDDLE = 8  # the zero of codes that have no other
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.byte_layout import EXPONENT, FLOAT4, ByteLayout
-from h2o_flexgen.formats.sectioned import E8M0, Sectioned
+from h2o_flexgen.formats.byte_layout import E8M0, EXPONENT, FLOAT4, ByteLayout, Sectioned
 
 ZERO = 12  # is added to twice the value of a code: codes are whole numbers without a sign
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

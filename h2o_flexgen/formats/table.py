@@ -12,11 +12,11 @@ from math import prod
 from typing import Protocol
 
 from h2o_flexgen.formats.blocked import IN_GGUF, Blocked
+from h2o_flexgen.formats.byte_layout import WHOLE, Sectioned
 from h2o_flexgen.formats.fp8 import FP8
 from h2o_flexgen.formats.grouped import Grouped, Tiled
 from h2o_flexgen.formats.int4 import INT4
 from h2o_flexgen.formats.mxfp4 import MXFP4_BLOCKS, MXFP4_SECTIONS
-from h2o_flexgen.formats.sectioned import WHOLE, Sectioned
 
 
 class Format(Protocol):

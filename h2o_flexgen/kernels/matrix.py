@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.byte_layout import Sectioned
 from h2o_flexgen.formats.kernel_table import CPU, PRODUCT, STEADY_PRODUCT
-from h2o_flexgen.formats.sectioned import Sectioned
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.factor import Factor, Meeting
 from h2o_flexgen.kernels.operations import (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.byte_layout import (
+    E8M0,
     EXPONENT,
     FIFTH_BITS,
     FLOAT4,
@@ -21,14 +22,16 @@ from h2o_flexgen.formats.byte_layout import (
     PLANES_OF_TWO,
     SCALE,
     SCALE_AND_MINIMUM,
+    SCALE_BYTES,
     SIGNED_SIX_BITS,
     SIX_BITS,
     SIXTEENS,
     ByteLayout,
+    Sectioned,
+    section_starts,
 )
 from h2o_flexgen.formats.fp8 import Fp8
 from h2o_flexgen.formats.kernel_sizes import DTYPES, twin_values
-from h2o_flexgen.formats.sectioned import E8M0, SCALE_BYTES, Sectioned, section_starts
 from h2o_flexgen.formats.table import Stored
 from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of

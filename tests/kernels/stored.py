@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.byte_layout import EXPONENT, SCALE_AND_MINIMUM, SIX_BITS, SIXTEENS
+from h2o_flexgen.formats.byte_layout import EXPONENT, SCALE_AND_MINIMUM, SIX_BITS, SIXTEENS, section_starts
 from h2o_flexgen.formats.fp8 import Fp8
 from h2o_flexgen.formats.int4 import Int4
 from h2o_flexgen.formats.mxfp4 import MXFP4_SECTIONS
-from h2o_flexgen.formats.sectioned import section_starts
 from h2o_flexgen.formats.table import BLOCKED, Stored
 
 SOME = (

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats import byte_layout
 from h2o_flexgen.formats.blocked import Blocked
-from h2o_flexgen.formats.byte_layout import WORD_BYTES, ByteLayout
-from h2o_flexgen.formats.sectioned import E8M0
+from h2o_flexgen.formats.byte_layout import E8M0, WORD_BYTES, ByteLayout
 from h2o_flexgen.formats.table import FORMATS, Stored
 from h2o_flexgen.kernels.gpu.codes import widened
 from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, kept_by_shape, launcher
