@@ -22,8 +22,7 @@ from torch.cuda._gpu_trace import EventSynchronizationCallbacks as HearOfEnds
 
 from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.recording import CallRecording, Program
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import CallRecording, Program, WorkingRoom
 from h2o_flexgen.memory.host import HostTier, Meter
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 

@@ -16,7 +16,7 @@ from h2o_flexgen.engine.graphs import StepGraphs
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.formats.kernel_sizes import ROOM_CHUNK
 from h2o_flexgen.formats.kernel_table import TORCH
-from h2o_flexgen.kernels import working_room
+from h2o_flexgen.kernels import recording
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
@@ -226,7 +226,7 @@ def test_the_room_of_programs_is_counted(
     place: int, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks are as small as they may be, so that the room is what programs take of it."""
-    monkeypatch.setattr(working_room, "ROOM_CHUNK", working_room.PART)
+    monkeypatch.setattr(recording, "ROOM_CHUNK", recording.PART)
     format, product = WEIGHTS[place % len(WEIGHTS)]
     case = Case(
         ("llama-gqa", "neox-parallel", "opt", "gemma2", "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "deepseek-v3")[place % 9],

@@ -14,8 +14,7 @@ from h2o_flexgen.engine.graphs import LikeLayers, Likeness
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.recording import CallRecording, Program
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import CallRecording, Program, WorkingRoom
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with
 
 pytestmark = pytest.mark.skipif(processor("cpu").build == TORCH, reason="torch alone is not recorded")

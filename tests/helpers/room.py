@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import WorkingRoom
 
 
 def holds(room: WorkingRoom) -> bool:

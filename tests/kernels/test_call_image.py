@@ -16,9 +16,8 @@ from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.call_image import CallImage, Moves, extent, pointer_words
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.products import plain_product
-from h2o_flexgen.kernels.recording import CallRecording, Program, _note_of, enter
+from h2o_flexgen.kernels.recording import CallRecording, Program, WorkingRoom, _note_of, enter
 from h2o_flexgen.kernels.stored_product import stored_dots
-from h2o_flexgen.kernels.working_room import WorkingRoom
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS
 

@@ -15,8 +15,7 @@ from h2o_flexgen.kernels import native as kernels
 from h2o_flexgen.kernels.chosen_slots import Always, choose_slots, choose_slots_twin, chosen_attention, side_by_side
 from h2o_flexgen.kernels.decode_attention import KVSlots, decode_attention
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.recording import CallRecording
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import CallRecording, WorkingRoom
 from h2o_flexgen.kv.slots import Coding
 from tests.helpers.all_of import all_of
 from tests.kernels.test_cap import capped

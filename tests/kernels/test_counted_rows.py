@@ -14,8 +14,7 @@ from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import Matrix, SteadyMatrix, counted_linear_of_each, linear_of_each
 from h2o_flexgen.kernels.operations import add_weighted, clamped_silu_of_each, gated_relu_squared_of_each, gated_silu_of_each
-from h2o_flexgen.kernels.recording import CallRecording, CannotBeRecorded
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import CallRecording, CannotBeRecorded, WorkingRoom
 from tests.kernels.test_several_products import INPUTS, OUTPUTS, matrix_of
 from tests.kernels.variants import VARIANTS, used
 

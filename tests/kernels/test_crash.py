@@ -16,7 +16,7 @@ import ctypes, sys, torch
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.call_image import Moves
 from h2o_flexgen.kernels.recording import CallRecording, Program, enter
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import WorkingRoom
 
 threads, enters, bad = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(threads)

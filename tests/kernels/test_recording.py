@@ -16,8 +16,7 @@ from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.copies import copy_values
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.products import plain_product
-from h2o_flexgen.kernels.recording import CallRecording, CannotBeRecorded, Program, kept
-from h2o_flexgen.kernels.working_room import PART, WorkingRoom
+from h2o_flexgen.kernels.recording import PART, CallRecording, CannotBeRecorded, Program, WorkingRoom, kept
 from tests.helpers.room import holds
 from tests.kernels.variants import VARIANTS
 
@@ -154,10 +153,10 @@ def test_large_products_stay_with_torch_between_two_pieces() -> None:
 def test_no_compiler_of_torch_is_loaded() -> None:
     code = """
 import sys, torch
-from h2o_flexgen.kernels import recording, working_room
+from h2o_flexgen.kernels import recording
 out = torch.zeros(3)
 work = lambda: recording.kept(out.copy_(torch.empty(3).bfloat16().reshape(3)))
-recording.CallRecording.of(work, working_room.WorkingRoom())()
+recording.CallRecording.of(work, recording.WorkingRoom())()
 print([name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,9 +12,8 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from h2o_flexgen.kernels.operations import gated_norm, step_sizes
-from h2o_flexgen.kernels.recording import CallRecording
+from h2o_flexgen.kernels.recording import CallRecording, WorkingRoom
 from h2o_flexgen.kernels.states import gated_norm_twin, step_sizes_twin
-from h2o_flexgen.kernels.working_room import WorkingRoom
 from tests.helpers.all_of import all_of
 from tests.kernels.variants import VARIANTS, used, without
 

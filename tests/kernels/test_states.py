@@ -16,8 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK, shared
 from h2o_flexgen.formats.kernel_table import TORCH
-from h2o_flexgen.kernels.recording import CallRecording
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import CallRecording, WorkingRoom
 from tests.helpers.all_of import all_of
 from tests.kernels.state_cases import CASES, LAST_BITS, Case, convolution_case, delta_case, near, scan_case
 from tests.kernels.variants import VARIANTS, used, without

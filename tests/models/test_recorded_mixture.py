@@ -10,8 +10,7 @@ from h2o_flexgen.formats.kernel_table import INT8_PRODUCT, PRODUCT
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import Matrix, PackedMatrix, SteadyMatrix
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.recording import CallRecording
-from h2o_flexgen.kernels.working_room import WorkingRoom
+from h2o_flexgen.kernels.recording import CallRecording, WorkingRoom
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.mixture import MixtureOfExperts
