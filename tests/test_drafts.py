@@ -29,8 +29,7 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.row_states import StateStore
-from h2o_flexgen.engine.stores.states_in_memory import states_over
-from h2o_flexgen.engine.stores.states_of_steps import Replays, StatesOfSteps
+from h2o_flexgen.engine.stores.states_of_visits import Replays, StatesOfSteps, states_over
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.kernels import native

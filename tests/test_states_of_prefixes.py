@@ -18,7 +18,7 @@ from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine import engine
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
-from h2o_flexgen.engine.stores.states_in_memory import States
+from h2o_flexgen.engine.stores.states_of_visits import States
 from h2o_flexgen.formats.kernel_table import FLOAT32
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import BFLOAT16, JUDGED, PINNED

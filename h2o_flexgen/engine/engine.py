@@ -39,9 +39,14 @@ from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateStore
 from h2o_flexgen.engine.stores.row_stores import KVLevels, RowStores
-from h2o_flexgen.engine.stores.states_in_memory import States, StatesInPassing, begin_behind
-from h2o_flexgen.engine.stores.states_of_echoes import EchoedStates
-from h2o_flexgen.engine.stores.states_of_steps import Replays, StatesOfSteps
+from h2o_flexgen.engine.stores.states_of_visits import (
+    EchoedStates,
+    Replays,
+    States,
+    StatesInPassing,
+    StatesOfSteps,
+    begin_behind,
+)
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept

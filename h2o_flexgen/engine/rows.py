@@ -22,7 +22,7 @@ from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.masks import BatchMasks, MaskMaker, RowBroken
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
-from h2o_flexgen.engine.stores.states_of_steps import TokensLaid
+from h2o_flexgen.engine.stores.states_of_visits import TokensLaid
 from h2o_flexgen.kernels.adapted_matrix import AdaptedRows
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.memory.device import Device

@@ -18,7 +18,7 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.layer_judges import linear_judges
-from h2o_flexgen.engine.stores.states_of_echoes import EchoedStates
+from h2o_flexgen.engine.stores.states_of_visits import EchoedStates
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.more_keys import More

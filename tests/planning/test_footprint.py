@@ -30,7 +30,7 @@ from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
-from h2o_flexgen.engine.stores.states_in_memory import StatesInPassing, states_over
+from h2o_flexgen.engine.stores.states_of_visits import StatesInPassing, states_over
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled

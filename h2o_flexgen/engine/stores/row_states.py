@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.rows import BatchRows
-from h2o_flexgen.engine.stores.states_in_memory import States, states_over
+from h2o_flexgen.engine.stores.states_of_visits import States, states_over
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.planning.block_plan import BlockPlan
