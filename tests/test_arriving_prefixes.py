@@ -35,7 +35,7 @@ from tests.helpers.pairwise import Name, on_devices
 from tests.helpers.resident import resident_behind
 from tests.planning.allocations import peak_allocated
 from tests.test_shared_prefixes import ENOUGH, AsPrompted, SharedCase
-from tests.test_stream import MIXES, nothing_runs_on, same
+from tests.test_stream import MIXES, assert_alike_prompt_logprobs, nothing_runs_on, same
 
 __all__ = ["nothing_runs_on"]
 
@@ -287,13 +287,7 @@ def test_log_probabilities_of_prompts_are_those_of_prompts_that_share_nothing(ch
     with case.open(checkpoints, offload) as llm:
         wanted, found = (asked_in_turn(llm, case.prompts, params, room) for room in (0, 80))
     assert same(found, wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
-        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
-        for mine, its in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
-            assert mine is not None and its is not None and mine.chosen.token_id == its.chosen.token_id
-            assert mine.chosen.logprob == pytest.approx(its.chosen.logprob, abs=1e-4)
-            assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
+    assert_alike_prompt_logprobs(found, wanted)
 
 
 def test_a_request_that_is_given_up_leaves_the_prefix_to_the_others(checkpoints: Checkpoints, offload: Path) -> None:

@@ -28,7 +28,7 @@ from tests.helpers.pairwise import on_devices
 from tests.helpers.resident import resident_behind
 from tests.kernels.variants import used
 from tests.test_contract import has_code_elsewhere
-from tests.test_stream import MIXES, apart, same, streamed
+from tests.test_stream import MIXES, apart, assert_alike_prompt_logprobs, same, streamed
 
 HEADS = (11, 7, 19)  # tokens of what prompts begin with; the second one begins with a part of the first
 OWN = (3, 1, 6, 2, 5, 1, 4, 8, 2, 3, 1, 5, 2, 7)
@@ -196,13 +196,7 @@ def test_samples_and_log_probabilities_are_those_of_prompts_that_share_nothing(c
     with case.open(checkpoints, offload) as llm:
         found = streamed(llm, requests, seed=7)
     assert same(found, wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
-        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
-        for mine, its in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
-            assert mine is not None and its is not None and mine.chosen.token_id == its.chosen.token_id
-            assert mine.chosen.logprob == pytest.approx(its.chosen.logprob, abs=1e-4)
-            assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
+    assert_alike_prompt_logprobs(found, wanted)
 
 
 def test_completions_of_one_prompt_share_it(checkpoints: Checkpoints, offload: Path) -> None:

@@ -154,6 +154,17 @@ def same(these: Sequence[Completion], those: Sequence[Completion]) -> bool:
     return same_but_for_last_bits(apart(these), apart(those))
 
 
+def assert_alike_prompt_logprobs(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+    """The same tokens come with log-probabilities that are as good as equal, and the same ones beside them."""
+    for one, other in zip(found, wanted, strict=True):
+        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
+        for mine, its in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert mine is not None and its is not None and mine.chosen.token_id == its.chosen.token_id
+            assert mine.chosen.logprob == pytest.approx(its.chosen.logprob, abs=1e-4)
+            assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
+
+
 def test_samples_log_probabilities_and_stops_are_those_of_generate(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("qwen3", MIXES[3], LENGTHS, gpu_batch_size=3)
     requests = sampled(case)

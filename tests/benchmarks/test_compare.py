@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -470,15 +471,21 @@ class FakeLauncher:
         return replace(ANSWER, prefill_seconds=1.0, step_seconds=(1.0,) * 4)
 
 
-def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = command.parse(["--loads", "16+32", "--steps", "4", "--repeats", "3", "--folder", str(tmp_path)])
+def compared(args: Namespace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, FakeLauncher]:
+    """The report of all systems."""
     args.known = args.contenders = [Contender(name, name) for name in SYSTEMS]
     monkeypatch.setattr(comparison, "system_named", SYSTEMS.__getitem__)
-    monkeypatch.setattr(comparison, "checkpoint_of", lambda *_: tmp_path)
+    monkeypatch.setattr(comparison, "checkpoint_of", lambda *_: folder)
     monkeypatch.setattr(Comparison, "calibrated", lambda _: MACHINE)
     one = Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32), Shared(Deadline()))
     one.launcher = launcher = FakeLauncher()
     report = one.run()
+    return report, launcher
+
+
+def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = command.parse(["--loads", "16+32", "--steps", "4", "--repeats", "3", "--folder", str(tmp_path)])
+    report, launcher = compared(args, tmp_path, monkeypatch)
     best = {entry.name: (entry.best.rows, len(entry.best.answers)) for entry in report.entries}
     assert best == {"ours": (6, 3), "peer": (3, 3), "fails again": (2, 1)}
     assert report.skipped == {"absent": "is not installed", "fits nothing": "not even one row fits, says its planner"}
@@ -492,13 +499,7 @@ def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, mon
 
 def by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[ReportByRows, FakeLauncher]:
     args = command.parse(["--loads", "16+32", "--steps", "4", "--rows", "2", "3", "--folder", str(tmp_path), *arguments])
-    args.known = args.contenders = [Contender(name, name) for name in ("ours", "peer", "fails again", "absent", "fits nothing")]
-    monkeypatch.setattr(comparison, "system_named", SYSTEMS.__getitem__)
-    monkeypatch.setattr(comparison, "checkpoint_of", lambda *_: tmp_path)
-    monkeypatch.setattr(Comparison, "calibrated", lambda _: MACHINE)
-    one = Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32), Shared(Deadline()))
-    one.launcher = launcher = FakeLauncher()
-    report = one.run()
+    report, launcher = compared(args, tmp_path, monkeypatch)
     assert isinstance(report, ReportByRows)
     return report, launcher
 

@@ -8,24 +8,14 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.group_codes import tile_decode_twin, tile_encode_twin
+from h2o_flexgen.kernels.group_codes import tile_decode_twin
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
 from tests.helpers.all_of import all_of
+from tests.kernels.tiles import packed, x_of
 from tests.kernels.variants import VARIANTS, used
 
 ROWS = (*range(1, 14), *range(17, 33), 64, 257, 600)
 SHAPES = [(1, 64), (3, 5), (16, 640), (130, 100), (33, 576), (576, 70)]  # outputs, inputs
-
-
-def packed(outputs: int, inputs: int, bits: int) -> Tensor:
-    draw = torch.Generator().manual_seed(outputs + inputs)
-    data = torch.empty(-(-outputs // TILE), Tiled(bits).tile_bytes(inputs), dtype=torch.uint8)
-    tile_encode_twin(Tiled(bits), torch.randn(outputs, inputs, generator=draw), data)
-    return data
-
-
-def x_of(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows + inputs)).to(dtype)
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -6,30 +6,18 @@ from math import inf, nan
 
 import pytest
 import torch
-from torch import Tensor
 
-from h2o_flexgen.formats.grouped import TILE, Tiled
+from h2o_flexgen.formats.grouped import Tiled
 from h2o_flexgen.formats.kernel_table import FUSED
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.group_codes import tile_encode_twin
 from h2o_flexgen.kernels.products import tile_product, tile_product_twin
 from tests.helpers.all_of import all_of
+from tests.kernels.tiles import packed, x_of
 from tests.kernels.variants import VARIANTS, used
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding
 SHAPES = [(1, 64), (3, 5), (16, 640), (130, 100), (33, 1024), (97, 576)]  # outputs, inputs
 ROWS = (*range(1, 15), 24, 25, 40, 200)
-
-
-def packed(outputs: int, inputs: int, bits: int) -> Tensor:
-    draw = torch.Generator().manual_seed(outputs + inputs)
-    data = torch.empty(-(-outputs // TILE), Tiled(bits).tile_bytes(inputs), dtype=torch.uint8)
-    tile_encode_twin(Tiled(bits), torch.randn(outputs, inputs, generator=draw), data)
-    return data
-
-
-def x_of(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows + inputs)).to(dtype)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

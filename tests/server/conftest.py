@@ -33,3 +33,11 @@ def llm(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     offload = tmp_path_factory.mktemp("offload") / "deep"
     with LLM(tiny_folder, dtype="float32", tokenizer="bytes", device="cpu", offload_dir=offload, **SEATS) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The model of the package, which answers in words."""
+    folder = tmp_path_factory.mktemp("offload")
+    with LLM("demo", dtype="float32", device="cpu", offload_dir=folder, **SEATS) as opened:
+        yield opened

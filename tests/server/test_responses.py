@@ -46,13 +46,6 @@ MADE_UP = ("id", "created_at", "completed_at", "call_id", "item_id", "parsed_arg
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("offload")
-    with LLM("demo", dtype="float32", device="cpu", offload_dir=folder, gpu_batch_size=4, num_gpu_batches=1) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def server(demo: LLM) -> Iterator[Served]:
     with served(demo, room=(400, 90), template=HERMES) as server:
         yield server

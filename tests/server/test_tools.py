@@ -52,13 +52,6 @@ ASK: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("offload")
-    with LLM("demo", dtype="float32", device="cpu", offload_dir=folder, gpu_batch_size=4, num_gpu_batches=1) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def server(demo: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(demo, room=(400, 90), data=tmp_path_factory.mktemp("data"), template=HERMES) as server:
         yield server
