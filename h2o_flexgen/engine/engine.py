@@ -650,8 +650,9 @@ class Engine:
 
         def compute(part: RowsPart, hidden: Tensor | None, afterwards: list[Afterwards]) -> Tensor:
             def chosen(experts: Tensor) -> None:
-                lasting = kept(experts)
-                afterwards.append(lambda now: weights.wanted.chose(now, lasting))
+                if weights.wanted.waits_for(visit.layer):
+                    lasting = kept(experts)
+                    afterwards.append(lambda now: weights.wanted.chose(now, lasting))
 
             enter(self._spec.layers[visit.layer].name.title)
             weights.forget_decoded()

@@ -53,7 +53,8 @@ class _First:
 
     program: Program
     memory: Sequence[Tensor]
-    others_are_like_it: bool | None = None  # None: there was no second one yet
+    as_recorded: Program | None  # kernels write to what calls are told, where memory counts rows; None: a second one has come
+    others_are_like_it: bool = False
 
 
 class LikeLayers:
@@ -68,10 +69,13 @@ class LikeLayers:
         return first.program.moved([*zip(first.memory, likeness.memory)], likeness.place.encode())
 
     def add(self, likeness: Likeness, program: Program) -> None:
-        """Learns from a recording that was made."""
-        first = self._known.setdefault(likeness.key, _First(program, likeness.memory))
-        if first.program is not program and first.others_are_like_it is None:
-            first.others_are_like_it = first.program.does_as(program, [*zip(first.memory, likeness.memory)])
+        """Learns from a recording that was made, and not replayed yet."""
+        first = self._known.get(likeness.key)
+        if first is None:
+            self._known[likeness.key] = _First(program, likeness.memory, program.copied())
+        elif first.as_recorded is not None:
+            first.others_are_like_it = first.as_recorded.does_as(program, [*zip(first.memory, likeness.memory)])
+            first.as_recorded = None
 
 
 Afterwards = Callable[[Visit], None]  # what Python does once a visit is computed

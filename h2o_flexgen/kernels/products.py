@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 
@@ -14,7 +15,6 @@ from torch.nn import functional
 from h2o_flexgen.formats.grouped import GROUP, TILE, Tiled, groups_of
 from h2o_flexgen.formats.kernel_sizes import TWIN_VALUES, twin_values
 from h2o_flexgen.formats.table import PlainFormat
-from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
 from h2o_flexgen.kernels.group_codes import tile_decode_twin
 from h2o_flexgen.kernels.native import KINDS, RECORDER, pointer, run
@@ -47,19 +47,27 @@ def counted_plain_products(format: PlainFormat, x: Factor, meetings: Sequence[Me
     assert counted is not None
     biases = [each.bias for each in meetings if each.bias is not None]
     given = [x.values, counted.begins, *(each.data for each in meetings), *biases]
-    work = partial(_each_into, counted)
+    work = EachInto(counted.runs, counted.least, counted.most)
     if recorder is None:
         work(out, *given)
     else:
         recorder.by_torch(work, given, out)
 
 
-def _each_into(counted: CountedRows, out: Tensor, x: Tensor, begins: Tensor, *given: Tensor) -> None:
-    """`given`: the matrices, and behind them their biases, if there are any."""
-    matrices, biases, places = given[: counted.runs], given[counted.runs :] or repeat(None), begins.tolist()
-    for first, behind, matrix, bias in zip(places, places[1:], matrices, biases):
-        if counted.least <= behind - first <= counted.most:
-            _into(out[first:behind], x[first:behind].clone(), matrix, bias)
+@dataclass(frozen=True)
+class EachInto:
+    """Products of torch for runs of rows. A recording keeps it for all layers that are alike, so it refers to no memory."""
+
+    runs: int
+    least: int
+    most: int
+
+    def __call__(self, out: Tensor, x: Tensor, begins: Tensor, *given: Tensor) -> None:
+        """`given`: the matrices, and behind them their biases, if there are any."""
+        matrices, biases, places = given[: self.runs], given[self.runs :] or repeat(None), begins.tolist()
+        for first, behind, matrix, bias in zip(places, places[1:], matrices, biases):
+            if self.least <= behind - first <= self.most:
+                _into(out[first:behind], x[first:behind].clone(), matrix, bias)
 
 
 def _into(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:

@@ -125,7 +125,7 @@ class TorchCall(NamedTuple):
         )
 
     def does_as(self, other: TorchCall) -> bool:
-        return self.work is other.work and [*map(_memory, self.tensors)] == [*map(_memory, other.tensors)]
+        return self.work == other.work and [*map(_memory, self.tensors)] == [*map(_memory, other.tensors)]
 
 
 def _memory(tensor: Tensor | None) -> object:
@@ -169,6 +169,10 @@ class Program:
         for program, note in zip(programs, notes[1:], strict=True):
             pieces += *program.pieces, note
         return cls([*_joined(pieces)], programs[0].room, [programs, moments])
+
+    def copied(self) -> Program:
+        """The same steps on the same memory, as they are now: a replay may write to what calls are told."""
+        return Program([piece.moved(Moves(())) for piece in self.pieces], self.room, self._kept, self.place)
 
     def moved(self, memory: Sequence[tuple[Tensor, Tensor]], place: bytes) -> Program:
         """The same steps for another place of the model, on other memory: pairs of what was used and what is used instead."""

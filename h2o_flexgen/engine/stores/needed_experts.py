@@ -34,9 +34,13 @@ class Wanted:
 
     # -- for the thread that computes --------------------------------------------------------------------------------------
 
+    def waits_for(self, layer: int) -> bool:
+        """Whether what is fetched depends on what the router of this layer chooses."""
+        return layer in self._routers
+
     def chose(self, visit: Visit, experts: Tensor) -> None:
         """Records the experts (..., chosen) that the router of a visit has chosen for some of its rows."""
-        if visit.layer not in self._routers:
+        if not self.waits_for(visit.layer):
             return
         place = self._pass(visit.step, visit.layer, visit.batch)
         before = self._chosen.setdefault(place, set())
@@ -47,7 +51,7 @@ class Wanted:
 
     def computed(self, visit: Visit) -> None:
         """Records that a visit is over, or had nothing to compute."""
-        if visit.layer not in self._routers:
+        if not self.waits_for(visit.layer):
             return
         place = self._pass(visit.step, visit.layer, visit.batch)
         self._over[place] += 1
