@@ -1,4 +1,5 @@
-"""The work of the calibrate command: has the model read texts twice, writes its head budgets, and tells of them."""
+"""The work of the calibrate command: has the model read texts twice, writes its head budgets, and tells of them, in lines and
+in a picture of what each KV head keeps of a text."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from h2o_flexgen.calibration.calibration import FOUND, Calibration, ProbeFit, calibrate
 from h2o_flexgen.checkpoints.derived import HEAD_BUDGETS, kept_file
@@ -17,15 +21,17 @@ from h2o_flexgen.cli.output_files import OUTPUT
 from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import open_llm
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.evaluation.calibration_picture import draw_heads
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.head_budgets import HeadBudgets, write_head_budgets
+from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets, write_head_budgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
 from h2o_flexgen.policies.kvzip import KVzap
 from h2o_flexgen.session.measured_heads import kept_reading
 from h2o_flexgen.session.open_request import ModelRequest
 from h2o_flexgen.text.measured_texts import described, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 NEARLY_ALL, LITTLE = 0.9, 0.5  # of a text; of the budget
 HEAD = ("budget", f"heads that keep {100 * NEARLY_ALL:g} % and more", f"less than {LITTLE:g} of the budget", "spread")
@@ -123,3 +129,41 @@ def _rows(found: Calibration, budgets: HeadBudgets) -> Iterator[list[str]]:
         most, little = (sum(share >= NEARLY_ALL for share in shares), sum(share < LITTLE * budget for share in shares))
         spread = found.spread(budget)
         yield [f"{100 * budget:g} %", str(most), str(little), "-" if spread is None else f"{100 * spread:.2g}"]
+
+
+# -- the picture -----------------------------------------------------------------------------------------------------------
+
+INCHES = 0.42  # of a head
+MOST_WRITTEN = 400  # heads; the numbers of more could not be read
+DARK = 0.6  # share from which a number is written in white
+
+
+def draw_heads(budgets: HeadBudgets, budget: float, file: Path) -> None:
+    """Draws what each KV head keeps where all together keep this share."""
+    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
+
+    layers, heads = budgets.shape
+    by_head = budgets.at(budget)
+    figure = Figure(figsize=(2.5 + INCHES * layers, 1.6 + INCHES * heads), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(100 * np.array(by_head).T, vmin=0, vmax=100, cmap="Blues", aspect="auto")
+    axes.set(xlabel="layer", ylabel="KV head")
+    blocks = budgets.blocks or range(layers)
+    axes.set_xticks(_ticks(layers), [str(blocks[layer]) for layer in _ticks(layers)])
+    axes.set_yticks(_ticks(heads))
+    if layers * heads <= MOST_WRITTEN:
+        _write(axes, by_head)
+    axes.set_title(f"{budgets.model}: what each KV head keeps of a text where all together keep {100 * budget:g} %", loc="left")
+    figure.colorbar(image, ax=axes, label="% of the tokens")
+    figure.savefig(file, dpi=110)
+
+
+def _ticks(count: int) -> list[int]:
+    return list(range(0, count, 1 + count // 40))
+
+
+def _write(axes: Axes, by_head: ByHead) -> None:
+    for layer, of_layer in enumerate(by_head):
+        for head, share in enumerate(of_layer):
+            colour = "white" if share > DARK else "black"
+            axes.text(layer, head, f"{100 * share:.0f}", ha="center", va="center", fontsize="x-small", color=colour)
