@@ -92,7 +92,7 @@ class RequestSizes(Sequence[RequestSize]):
 
 
 @dataclass(frozen=True)
-class Apart:
+class SentJob:
     """A job on its way to another process, which reads its requests there."""
 
     index: Index
@@ -165,8 +165,8 @@ class FileJob:
         return self.only(lambda place: self.index.request_number(place) not in ended)
 
     @property
-    def apart(self) -> Apart:
-        return Apart(replace(self.index, _lines=None), self.sizes, self.places, self.prefixes)
+    def sent(self) -> SentJob:
+        return SentJob(replace(self.index, _lines=None), self.sizes, self.places, self.prefixes)
 
     @cached_property
     def prefixes(self) -> PrefixGroups | None:

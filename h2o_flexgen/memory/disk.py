@@ -186,7 +186,7 @@ class DiskFiles:
             self._gatherers = started_pool(GATHERERS, "gather")
 
     def gather(self, wanted: RecordReads) -> None:
-        """Reads tokens that lie apart in a file to their places."""
+        """Reads single tokens from a file to their places."""
         assert self._gatherers is not None
         count, room = len(wanted.groups), gather_buffer_bytes(wanted.group_bytes)
         at_once = min(room // wanted.group_bytes, max(1, -(-count // GATHERERS)))  # of few, each thread has its part
@@ -389,7 +389,7 @@ class DiskRegion:
 
 
 class TokensOnDisk(NamedTuple):
-    """Single tokens of rows that lie apart in a region, by the page groups that have them."""
+    """Single tokens of rows that lie in pages of a region, by the page groups that have them."""
 
     groups: numpy.ndarray  # (count, 3), int64: a row, where it begins in the region, and the number of a page group in it
     held: numpy.ndarray  # (rows,), int64: the tokens that each row has there

@@ -69,7 +69,7 @@ def test_a_part_of_a_job_shares_what_all_of_it_shares_and_is_read_again_elsewher
     job = FileJob.of(index, range(5), replace(READING, new_finder=lambda: PrefixFinder(least=32)))
     part = job.only([1, 4].__contains__)
     assert part.places.tolist() == [1, 4] and [part.sizes[n].gen_len for n in range(2)] == [3, 2]
-    sent = pickle.loads(pickle.dumps(part.apart)).read_with(READING)
+    sent = pickle.loads(pickle.dumps(part.sent)).read_with(READING)
     for one in (part, sent):
         assert one.prefixes is not None and [one.prefixes.of(n) for n in range(2)] == [SharedPrefix(0, 40), None]
         assert [one.request(n).index for n in range(2)] == [1, 4]

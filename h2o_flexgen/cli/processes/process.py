@@ -20,7 +20,7 @@ from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
 from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
-from h2o_flexgen.jobs.file_job import Apart, LineReading
+from h2o_flexgen.jobs.file_job import LineReading, SentJob
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import SharedWeights
 from h2o_flexgen.planning.plan import Plan
@@ -74,7 +74,7 @@ class PromptsPart:
 class RequestsPart:
     """Requests of a file, which are read again here."""
 
-    requests: Apart
+    requests: SentJob
     style: str  # how chats are written down
     seed: int
 

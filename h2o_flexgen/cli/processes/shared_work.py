@@ -163,7 +163,7 @@ def outcomes_of_processes(
     llm: LLM, request: BatchRequest, seed: int, left: FileJob, listening: Listening
 ) -> Generator[Outcome, None, None]:
     """What becomes of the requests that are left of a job, as processes say it."""
-    parts = [RequestsPart(part.apart, request.needed_style, seed) for part in dealt_requests(left, request.site.gpus)]
+    parts = [RequestsPart(part.sent, request.needed_style, seed) for part in dealt_requests(left, request.site.gpus)]
     with Processes(llm, request.model, request.site, parts) as processes:
         for number, news in processes.said(listening.interrupts.put_aside):  # nothing is lost by ending then
             if isinstance(news, (Completion, BrokenRequest)):

@@ -79,7 +79,7 @@ class TokensLaid(NamedTuple):
     def by_row(self, x: Tensor) -> Tensor:
         return x[:, 0][self.places]
 
-    def apart(self, x: Tensor) -> Tensor:
+    def one_by_one(self, x: Tensor) -> Tensor:
         return x[self.rows, self.turns].unsqueeze(1)
 
 
@@ -109,7 +109,7 @@ class StatesOfSteps(RowStates):
         by_row = [self.laid.by_row(each) for each in brought]
         for noted, own in zip(notes, by_row):
             noted[:, : own.shape[1]] = own
-        return self.laid.apart(passing(by_row, state, self.laid.lengths, bool(notes)))
+        return self.laid.one_by_one(passing(by_row, state, self.laid.lengths, bool(notes)))
 
 
 @dataclass(frozen=True)
