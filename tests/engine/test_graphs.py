@@ -124,6 +124,14 @@ def test_every_layer_but_the_head_is_replayed_from_the_third_step_on(
         assert llm.stats.last_block.replayed == 2 * layers * (STEPS - 1 - 2), "two batches; two steps come before a capture"
 
 
+def test_layers_may_meet_a_buffer_for_the_first_time_when_they_are_captured(
+    checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """Of four buffers three are met before: by the prompts and by two steps. Views of the last one are made in the capture."""
+    case = Case("opt", (0, 60, 100, 0, 100, 0), (5, 9), 10, buffers=4, sep_layer=False, device="pretended")
+    assert replayed(case, checkpoints, offload) > 0
+
+
 @pytest.mark.parametrize("sep_layer", [True, False])
 def test_layers_have_a_graph_for_each_buffer_that_their_weights_come_through(
     sep_layer: bool, checkpoints: Checkpoints, offload: Path, pretended: None
@@ -339,3 +347,13 @@ def test_work_that_changes_from_step_to_step_is_found(work: Callable[[int], None
     with pytest.raises(AssertionError, match="a graph"):
         again()
         again()
+
+
+def test_memory_that_is_made_anew_between_steps_is_found() -> None:
+    """Also where it comes to lie where the last one lay, as an allocator likes to have it."""
+    found = list[torch.Tensor]()
+    again = repeated(lambda: found[0][:3].add_(1))  # type: ignore[arg-type, return-value]
+    with pytest.raises(AssertionError, match=r"a graph would repeat .*aten\.add_"):
+        for _ in range(2):
+            found[:] = [torch.ones(8)]
+            again()

@@ -1,6 +1,7 @@
 """Graphs for devices that have none: work is done again by calling it, and must do the same on the same addresses each time.
 
-That is what makes it fit to be captured: a graph repeats operations with the numbers and addresses that they had once.
+That is what makes it fit to be captured: a graph repeats operations with the numbers and addresses that they had once. Views
+are no operations of a graph. They may be made when it is captured and kept for later, and show in what is then done with them.
 """
 
 from __future__ import annotations
@@ -16,40 +17,42 @@ READ_BACK = ("_local_scalar_dense", "nonzero", "masked_select", "unique")  # not
 
 def repeated(work: Callable[[], None]) -> Callable[[], None]:
     """What does the work again and again."""
-    first: list[tuple[object, ...]] = []
+    noted: list[_Calls] = []
 
     def again() -> None:
         with _Calls() as calls:
             work()
-        if not first:
-            first.extend(calls.made)
-        for before, now in zip(first, calls.made):
+        first = (noted or [calls])[0]
+        noted[:] = [first]
+        for before, now in zip(first.made, calls.made):
             assert before == now, f"a graph would repeat {before}, but this step wants {now}"
-        assert len(first) == len(calls.made), f"a graph has {len(first)} operations, but this step wants {len(calls.made)}"
+        count, wanted = len(first.made), len(calls.made)
+        assert count == wanted, f"a graph has {count} operations, but this step wants {wanted}"
 
     return again
 
 
 class _Calls(TorchDispatchMode):
-    """Notes every operation: its numbers, and where the tensors lie that it did not find inside of the work."""
+    """Notes every operation but views: its numbers, and where the tensors lie that it did not find inside of the work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[object, ...]] = []
         self._inside: dict[int, int] = {}  # storage -> number
-        self._held: list[object] = []  # or addresses of what was freed would come again
+        self._held: list[object] = []  # of all that was met: otherwise addresses of what was freed would come again
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func)
         assert not any(one in name for one in READ_BACK), f"{name} waits for the device, which a graph cannot"
-        self.made.append((name, *self._noted(args), *self._noted(sorted(kwargs.items()))))
+        if not _only_views(func):
+            self.made.append((name, *self._noted(args), *self._noted(sorted(kwargs.items()))))
         known = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
         outcome = func(*args, **kwargs)
         for tensor in tensors_in(outcome):
             if storage_of(tensor) not in known:
                 self._inside.setdefault(storage_of(tensor), len(self._inside))
-        self._held.append(outcome)
+        self._held.append((args, kwargs, outcome))
         return outcome
 
     def _noted(self, value: object) -> tuple[object, ...]:
@@ -60,6 +63,12 @@ class _Calls(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return tuple(self._noted(one) for one in value)
         return (str(value),)
+
+
+def _only_views(func: Any) -> bool:
+    """Whether an operation makes nothing but parts of what it is given."""
+    made = func._schema.returns
+    return bool(made) and all(one.alias_info is not None and not one.alias_info.is_write for one in made)
 
 
 def _plain(tensor: Tensor) -> Tensor:
