@@ -646,9 +646,10 @@ def gated_delta(
     is_trial: bool = False,
 ) -> Tensor:
     """The gated delta rule: q and k (rows, tokens, key heads, key width), which are made as long as one, and q then scaled; v
-    (rows, tokens, heads, value width); decay, a logarithm, and beta (rows, tokens, heads); state (rows, heads, key width, value
-    width), fp32 or bfloat16. A key head serves heads that follow each other, or `is_tiled`: those as far apart as there are key
-    heads. -> (rows, tokens, heads, value width)"""
+    (rows, tokens, heads, value width); decay, a logarithm, and beta (rows, tokens, heads), or decay (rows, tokens, heads, key
+    width), fp32, where each value of a key fades by itself; state (rows, heads, key width, value width), fp32 or bfloat16. A
+    key head serves heads that follow each other, or `is_tiled`: those as far apart as there are key heads. -> (rows, tokens,
+    heads, value width)"""
     function = _required(GATED_DELTA, PLAIN, v, width=q.shape[-1])
     out: Tensor = function(q, k, v, decay, beta, state, lengths, is_tiled, is_trial)
     return out
@@ -701,7 +702,8 @@ def step_sizes(
     most: float = inf,
 ) -> Tensor:
     """softplus(x + bias), from `least` to `most`, of x (rows, tokens, heads); and times rates, if there are any: then it is the
-    logarithm of a decay. bias and rates (heads,); `are_logs`: as in `selective_scan`. In fp32."""
+    logarithm of a decay. bias (heads,); rates (heads,), or fewer, each of as many neighbours; `are_logs`: as in
+    `selective_scan`. In fp32."""
     out: Tensor = _required(STEP_SIZES, PLAIN, x)(x, bias, rates, are_logs, least, most)
     return out
 

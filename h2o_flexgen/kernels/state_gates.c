@@ -12,6 +12,7 @@ typedef struct {
     float *out;
     of_heads bias, rates;
     long rows, heads, x_row; /* the last one in bytes */
+    long of_rate;            /* neighbours that have a rate together */
     float least, most;
     int kind, are_logs;
 } steps;
@@ -27,10 +28,50 @@ static void size_steps(const void *given, long row, int member)
     }
 }
 
+/* log(1 + exp(x)). The logarithm of 1 + y is 2 artanh(y / (2 + y)), a series in odd powers of at most 1/3. NaN stays NaN. */
+static ALWAYS_INLINE floats softplus(floats x)
+{
+    const integers positive = x > 0.0f;
+    const floats part = exp_or_nothing(either(positive, -x, x)), root = part / (part + 2.0f), square = root * root;
+    floats series = square * (1.0f / 17) + 1.0f / 15;
+    series = series * square + 1.0f / 13;
+    series = series * square + 1.0f / 11;
+    series = series * square + 1.0f / 9;
+    series = series * square + 1.0f / 7;
+    series = series * square + 1.0f / 5;
+    series = series * square + 1.0f / 3;
+    return either(positive, x, all(0.0f)) + 2.0f * (root + root * square * series);
+}
+
+static ALWAYS_INLINE void size_neighbours(const steps *s, const char *x, float *out, long first, long count, float rate)
+{
+    const char *bias = s->bias.data + (s->bias.data ? first * itemsize_of(s->bias.kind) : 0);
+#define SIZE(AT, COUNT)                                                                                                          \
+    do {                                                                                                                         \
+        floats value = load_some(x + (first + (AT)) * itemsize_of(s->kind), COUNT, s->kind);                                     \
+        if (s->bias.data)                                                                                                        \
+            value += load_some(bias + (AT) * itemsize_of(s->bias.kind), COUNT, s->bias.kind);                                    \
+        const floats size = softplus(value), more = either(size < s->least, all(s->least), size);                                \
+        store_some((char *)(out + first + (AT)), either(more > s->most, all(s->most), more) * rate, COUNT, FLOAT);               \
+    } while (0)
+    EACH_REGISTER(at, count, SIZE);
+#undef SIZE
+}
+
+static void size_steps_of_rates(const void *given, long row, int member)
+{
+    const steps *s = given;
+    for (long number = 0; number * s->of_rate < s->heads; number++) {
+        const float rate = number_of_head(s->rates, number, 1.0f);
+        size_neighbours(s, s->x + row * s->x_row, s->out + row * s->heads, number * s->of_rate, s->of_rate,
+                        s->are_logs ? -expf(rate) : rate);
+    }
+}
+
 void step_sizes(const void *given, int threads)
 {
     const steps *s = given;
-    share_out(given, s->rows, threads, size_steps);
+    share_out(given, s->rows, threads, s->of_rate > 1 ? size_steps_of_rates : size_steps);
 }
 
 /* -- gated norm ----------------------------------------------------------------------------------------------------------------- */

@@ -1,7 +1,8 @@
 """States of rows that stay as large as they are, and what each token makes of them: the gated delta rule and Mamba-2's scan.
 
 A head's state is a matrix (key width, value width) in fp32. A token fades it, adds to it what is to be found under the token's
-key, and reads from it what is found under the token's query. The delta rule adds only what is not found there yet.
+key, and reads from it what is found under the token's query. The delta rule adds only what is not found there yet. By that rule
+a token may fade each value of a key, which is a row of the matrix, by a number of its own.
 
 Rows may be filled up behind their last tokens: `lengths` (rows,), int64, says how many tokens of each are real. A state is then
 that behind the last one. States are changed in place. Rows of them may lie apart, their heads may not.
@@ -33,6 +34,7 @@ from h2o_flexgen.kernels.row_functions import in_rows
 
 KEPT_IN = torch.float32, torch.bfloat16  # the types of a state
 KEY_EPS = 1e-6  # is added to the square of a key's length, and of a query's
+FEWER = 8  # times as few tokens are taken at once where each value of a key fades by itself: each pair has a number for each
 
 
 # -- gated delta rule ------------------------------------------------------------------------------------------------------
@@ -50,8 +52,12 @@ def gated_delta(
     is_trial: bool = False,
 ) -> Tensor:
     q, k, v, out = *map(with_neighbours, (q, k, v)), torch.empty(v.shape, dtype=v.dtype)
-    of_tokens = *map(_by_heads, (q, k, v)), _of_each(decay), _of_each(beta), HeadNumbers.of(None), HeadNumbers.of(None)
-    _pass_states(v, q, state, _Passing(*of_tokens, corrects=True, is_tiled=is_tiled, is_trial=is_trial), out, lengths)
+    by_value = decay.dim() == v.dim()
+    assert not by_value or (decay.dtype == torch.float32 and decay.shape[2:] == (v.shape[2], k.shape[-1]))
+    fading = _by_heads(with_neighbours(decay)) if by_value else _of_each(decay)
+    of_tokens = *map(_by_heads, (q, k, v)), fading, _of_each(beta), HeadNumbers.of(None), HeadNumbers.of(None)
+    given = _Passing(*of_tokens, corrects=True, by_value=by_value, is_tiled=is_tiled, is_trial=is_trial)
+    _pass_states(v, q, state, given, out, lengths)
     return out
 
 
@@ -68,7 +74,7 @@ def gated_delta_twin(
 ) -> Tensor:
     heads, scale, out = v.shape[2], q.shape[-1] ** -0.5, torch.empty(v.shape, dtype=v.dtype, device=v.device)
     state = state.clone() if is_trial else state
-    for part in _chunks(v, state):
+    for part in _chunks(v, state, FEWER if decay.dim() == v.dim() else 1):
         there = _there(v, part, lengths)
         queries, keys = (_of_length_one(_by_head(each[:, part], heads, is_tiled)) for each in (q, k))
         fading, shares = (_only(each[:, part], there) for each in (decay, beta))
@@ -176,7 +182,7 @@ class _Passing(ctypes.Structure):
         *((name, HeadNumbers) for name in ("rates", "skips")),
         *((name, ctypes.c_void_p) for name in ("state", "out", "lengths")),
         *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "key_width", "value_width", "state_row")),
-        *((name, ctypes.c_int) for name in ("corrects", "is_tiled", "are_logs", "state_kind", "is_trial")),
+        *((name, ctypes.c_int) for name in ("corrects", "by_value", "is_tiled", "are_logs", "state_kind", "is_trial")),
     )
 
 
@@ -186,13 +192,13 @@ class _Tokens(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    decay: Tensor  # its logarithm
+    decay: Tensor  # its logarithm, (rows, heads, tokens), or (rows, heads, tokens, key width)
     beta: Tensor | None = None  # how much of what is not found is added; None: all of it is added, whatever is found
 
 
-def _chunks(x: Tensor, state: Tensor) -> Iterator[slice]:
+def _chunks(x: Tensor, state: Tensor, fewer: int = 1) -> Iterator[slice]:
     """The tokens that pass a state together: one, where what each leaves is rounded."""
-    together = STATE_CHUNK if state.dtype == torch.float32 else 1
+    together = STATE_CHUNK // fewer if state.dtype == torch.float32 else 1
     return (slice(first, first + together) for first in range(0, x.shape[1], together))
 
 
@@ -215,15 +221,17 @@ def _there(x: Tensor, part: slice, lengths: Tensor | None) -> Tensor | None:
 
 
 def _only(x: Tensor, there: Tensor | None) -> Tensor:
-    """Numbers of tokens (rows, tokens, heads) as (rows, heads, tokens); zeros where no token is, which then changes nothing."""
+    """Numbers of tokens (rows, tokens, heads, ...) as (rows, heads, tokens, ...); zeros where no token is, which then changes
+    nothing."""
     wide = x.float().transpose(1, 2)
-    return wide if there is None else wide.masked_fill(~there, 0.0)
+    return wide if there is None else wide.masked_fill(~there.view(*there.shape, *[1] * (x.dim() - 3)), 0.0)
 
 
 def _passed(tokens: _Tokens, state: Tensor) -> Tensor:
     """What tokens read: (rows, heads, tokens, value width)."""
     wide = state.float()  # itself, if it is as wide
-    read = _step(tokens, wide) if tokens.q.shape[2] == 1 else _chunk(tokens, wide)
+    chunk = _chunk if tokens.decay.dim() == 3 else _chunk_by_values
+    read = _step(tokens, wide) if tokens.q.shape[2] == 1 else chunk(tokens, wide)
     if wide is not state:
         state.copy_(wide)
     return read
@@ -231,7 +239,7 @@ def _passed(tokens: _Tokens, state: Tensor) -> Tensor:
 
 def _step(tokens: _Tokens, state: Tensor) -> Tensor:
     q, k, v, decay, beta = tokens
-    state.mul_(decay.exp()[..., None])
+    state.mul_(decay.exp()[..., None] if decay.dim() == 3 else decay.exp().transpose(2, 3))
     added = v if beta is None else (v - k @ state) * beta[..., None]
     state.add_(k.transpose(2, 3) * added)
     return q @ state
@@ -254,8 +262,25 @@ def _chunk(tokens: _Tokens, state: Tensor) -> Tensor:
     return out
 
 
+def _chunk_by_values(tokens: _Tokens, state: Tensor) -> Tensor:
+    """The same by the delta rule where each value of a key fades by itself. A token meets what another has added by the sum of
+    products of their values, each as much as is left of it."""
+    q, k, v, decay, beta = tokens
+    assert beta is not None
+    faded = decay.cumsum(2)
+    between = (faded[..., :, None, :] - faded[..., None, :, :]).clamp_(max=0.0).exp_()  # (rows, heads, tokens, tokens, values)
+    left, until_end = faded.exp(), (faded[..., -1:, :] - faded).exp()
+    asking, keys = ((between * k[..., None, :, :] @ each[..., None]).squeeze(-1).tril() for each in (q, k * beta[..., None]))
+    missing = (v - (k * left) @ state) * beta[..., None]
+    added = torch.linalg.solve_triangular(keys, missing, upper=False, unitriangular=True)
+    out: Tensor = (q * left) @ state + asking @ added
+    state.mul_(left[..., -1:, :].transpose(2, 3)).add_((k * until_end).transpose(2, 3) @ added)
+    return out
+
+
 # -- step sizes ------------------------------------------------------------------------------------------------------------
-# softplus(x + bias), no further than bounds; times a rate where there is one. So it is the logarithm of a decay.
+# softplus(x + bias), no further than bounds; times a rate where there is one. So it is the logarithm of a decay. A rate may be
+# that of several neighbours.
 
 SIZING = 16  # values that are worked on in about the time of one softplus
 
@@ -269,10 +294,12 @@ def step_sizes(
     most: float = inf,
 ) -> Tensor:
     rows, out = in_rows(x), torch.empty(x.shape, dtype=torch.float32)
-    assert all(each is None or each.shape == x.shape[-1:] for each in (bias, rates))
+    of_rate = 1 if rates is None else x.shape[-1] // len(rates)
+    assert (bias is None or bias.shape == x.shape[-1:]) and (rates is None or len(rates) * of_rate == x.shape[-1])
     given = _Steps(
         *(address_of(rows), pointer(out), HeadNumbers.of(bias), HeadNumbers.of(rates)),
-        *(*rows.shape, rows.stride(0) * x.itemsize, least, most, KINDS[x.dtype], are_logs and rates is not None),
+        *(*rows.shape, rows.stride(0) * x.itemsize, of_rate),
+        *(least, most, KINDS[x.dtype], are_logs and rates is not None),
     )
     run("step_sizes", given, threads_for(SIZING * x.numel()))
     return out
@@ -290,14 +317,16 @@ def step_sizes_twin(
     sizes = functional.softplus(wide).clamp_(least, most)
     if rates is None:
         return sizes
-    return sizes.mul_(-rates.float().exp() if are_logs else rates.float())
+    of_rates = -rates.float().exp() if are_logs else rates.float()
+    sizes.unflatten(-1, (len(rates), -1)).mul_(of_rates[:, None])
+    return sizes
 
 
 class _Steps(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, HeadNumbers) for name in ("bias", "rates")),
-        *((name, ctypes.c_long) for name in ("rows", "heads", "x_row")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "x_row", "of_rate")),
         *((name, ctypes.c_float) for name in ("least", "most")),
         *((name, ctypes.c_int) for name in ("kind", "are_logs")),
     )

@@ -28,7 +28,7 @@ class RowStates:
     def correct(
         self, name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, is_tiled: bool = False
     ) -> Tensor:
-        """What the gated delta rule makes of tokens."""
+        """What the gated delta rule makes of tokens. Each value of a key may have a decay."""
 
         def passing(brought: Sequence[Tensor], state: Tensor, lengths: Tensor | None, is_trial: bool) -> Tensor:
             q, k, v, decay, beta = brought

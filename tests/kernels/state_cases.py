@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,14 +69,16 @@ def delta_case(
     dtype: torch.dtype = torch.float32,
     is_tiled: bool = False,
     device: torch.device = CPU,
+    by_value: bool = False,
 ) -> Case:
-    """`heads`: of keys and of values. Keys, queries and values are parts of what a convolution makes."""
+    """`heads`: of keys and of values. Keys, queries and values are parts of what a convolution makes. `by_value`: each value of
+    a key fades by itself."""
     draw = torch.Generator().manual_seed(rows * 1000 + tokens)
     parts = [heads[0] * widths[0]] * 2 + [heads[1] * widths[1]]
     together = torch.randn(rows, tokens, sum(parts), generator=draw).to(device, dtype)
     q, k, v = together.split(parts, dim=-1)
     of_heads = [q.unflatten(-1, (heads[0], -1)), k.unflatten(-1, (heads[0], -1)), v.unflatten(-1, (heads[1], -1))]
-    decay = -2 * torch.rand(rows, tokens, heads[1], generator=draw).to(device) ** 3
+    decay = -2 * torch.rand(rows, tokens, heads[1], *([widths[0]] if by_value else []), generator=draw).to(device) ** 3
     beta = torch.rand(rows, tokens, heads[1], generator=draw).to(device, dtype)
     state = torch.randn(rows, heads[1], *widths, generator=draw).to(device)
 
@@ -83,6 +86,11 @@ def delta_case(
         return lambda tokens, state, lengths, is_trial: function(*tokens, state, lengths, is_tiled, is_trial)
 
     return Case(by(operations.gated_delta), by(gated_delta_twin), [*of_heads, decay, beta], state)
+
+
+def value_case(rows: int, tokens: int, *sizes: tuple[int, int], **others: Any) -> Case:
+    """The delta rule by which each value of a key fades by itself."""
+    return delta_case(rows, tokens, *sizes, **others, by_value=True)
 
 
 def scan_case(
@@ -141,7 +149,8 @@ def convolution_case(
     return Case(by(operations.short_convolution), by(short_convolution_twin), [x], state, weights)
 
 
-CASES: Sequence[Callable[..., Case]] = (delta_case, scan_case, convolution_case)
+DELTA_CASES: Sequence[Callable[..., Case]] = (delta_case, value_case)
+CASES: Sequence[Callable[..., Case]] = (*DELTA_CASES, scan_case, convolution_case)
 
 
 def near(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.operations import gated_norm, step_sizes
 from h2o_flexgen.kernels.recording import CallRecording, WorkingRoom
 from h2o_flexgen.kernels.states import gated_norm_twin, step_sizes_twin
@@ -108,6 +110,23 @@ def test_steps_are_sized_as_torch_does_it(
         found = step_sizes(*given)
     torch.testing.assert_close(found, step_sizes_twin(*given), rtol=2e-6, atol=1e-7, equal_nan=True)
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, TORCH])
+@all_of({"dtype": LAST_BITS, "neighbours": (2, 5, 16, 40), "are_logs": (True, False), "bounds": [(0.0, inf), (0.4, 0.9)]})
+def test_a_rate_may_be_that_of_neighbours(
+    variant: str, dtype: torch.dtype, neighbours: int, are_logs: bool, bounds: tuple[float, float]
+) -> None:
+    draw = torch.Generator().manual_seed(neighbours)
+    x = (8 * torch.randn(3, 4, 2 * 3 * neighbours, generator=draw)).to(dtype)[..., 3 * neighbours :]
+    x[0, 0, 0], x[0, 0, 1], x[0, 0, 2], x[0, 0, 3] = torch.nan, 100.0, -100.0, 0.0
+    rates = torch.randn(3, generator=draw)
+    bias = torch.randn(3 * neighbours, generator=draw).to(dtype) if are_logs else None
+    with nullcontext() if variant == TORCH else without("step_sizes_twin"), used(variant):
+        found = step_sizes(x, bias, rates, are_logs, *bounds)
+    expected = step_sizes_twin(x, bias, rates.repeat_interleave(neighbours), are_logs, *bounds)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7, equal_nan=True)
+    assert found.shape == x.shape and found.dtype == torch.float32
 
 
 @pytest.mark.skipif(not VARIANTS, reason="there are no kernels in C")

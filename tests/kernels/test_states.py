@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -18,7 +20,17 @@ from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK, shared
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.recording import CallRecording, WorkingRoom
 from tests.helpers.all_of import all_of
-from tests.kernels.state_cases import CASES, LAST_BITS, Case, convolution_case, delta_case, near, scan_case
+from tests.kernels.state_cases import (
+    CASES,
+    DELTA_CASES,
+    LAST_BITS,
+    Case,
+    convolution_case,
+    delta_case,
+    near,
+    scan_case,
+    value_case,
+)
 from tests.kernels.variants import VARIANTS, used, without
 
 LENGTHS = (70, 1, 0, STATE_CHUNK, 5)
@@ -27,6 +39,7 @@ DELTA_RULES = [
     for file in (modeling_qwen3_next, modeling_qwen3_5)
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 ]
+RULES_BY_VALUE = [getattr(modeling_kimi_linear, f"{way}_kimi_delta_attention") for way in ("chunk", "recurrent")]
 MadeCase = Callable[..., Case]
 Rule = Callable[..., tuple[Tensor, Tensor]]
 
@@ -43,12 +56,28 @@ def in_c(variant: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("tokens", [1, 3, STATE_CHUNK, 2 * STATE_CHUNK + 7])
 @pytest.mark.parametrize("rule", DELTA_RULES)
-def test_the_delta_rule_is_that_of_transformers(rule: Rule, tokens: int) -> None:
-    case = delta_case(2, tokens)
+def test_the_delta_rule_is_that_of_transformers(rule: Rule, tokens: int, made: MadeCase = delta_case) -> None:
+    case = made(2, tokens)
     given = {"initial_state": case.state.clone(), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     out, state = rule(*case.tokens, **given)
     near(case.by_twin(), out)
     near(case.state, state)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, STATE_CHUNK, STATE_CHUNK + 7])
+@pytest.mark.parametrize("rule", RULES_BY_VALUE)
+def test_the_delta_rule_by_values_of_keys_is_that_of_transformers(rule: Rule, tokens: int) -> None:
+    test_the_delta_rule_is_that_of_transformers(rule, tokens, partial(value_case, heads=(4, 4)))
+
+
+@pytest.mark.parametrize("by", [Case.__call__, Case.by_twin])
+def test_a_number_for_each_value_of_a_key_may_be_one_for_all(by: Callable[[Case], Tensor]) -> None:
+    """The rule by which a head fades as a whole is this rule with equal numbers."""
+    case = delta_case(2, STATE_CHUNK + 9)
+    *tokens, decay, beta = case.tokens
+    each = replace(case.again(), tokens=[*tokens, decay[..., None].expand(-1, -1, -1, 16).contiguous(), beta])
+    near(by(each), by(case))
+    near(each.state, case.state)
 
 
 @pytest.mark.parametrize("tokens", [3, STATE_CHUNK, STATE_CHUNK + 7])
@@ -122,7 +151,7 @@ def test_tiled_heads_are_served_in_turn() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @all_of(
     {
-        "made": (delta_case, scan_case),
+        "made": (*DELTA_CASES, scan_case),
         "dtype": LAST_BITS,
         "tokens": (1, 7, 70),
         "shape": [((2, 4), (16, 24)), ((1, 1), (3, 5)), ((2, 6), (128, 128)), ((4, 4), (40, 200))],
@@ -141,9 +170,9 @@ def test_states_are_passed_as_torch_does_it(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@all_of({"made": (delta_case, scan_case), "form": (True, False)})
+@all_of({"made": (*DELTA_CASES, scan_case), "form": (True, False)})
 def test_both_forms_of_keys_and_of_rates(variant: str, made: MadeCase, form: bool) -> None:
-    case = made(2, 5, **({"is_tiled": form} if made is delta_case else {"are_logs": form, "skips": form}))
+    case = made(2, 5, **({"is_tiled": form} if made in DELTA_CASES else {"are_logs": form, "skips": form}))
     twin = case.again()
     with in_c(variant):
         near(case(), twin.by_twin())
@@ -197,7 +226,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_ends_with_its_last_token(var
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@all_of({"made": (delta_case, scan_case), "tokens": (1, 5), "dtype": (torch.float32, torch.bfloat16)})
+@all_of({"made": (*DELTA_CASES, scan_case), "tokens": (1, 5), "dtype": (torch.float32, torch.bfloat16)})
 def test_a_state_in_bf16_is_rounded_behind_each_token(variant: str, made: MadeCase, tokens: int, dtype: torch.dtype) -> None:
     """A token works in fp32: what it finds is as of a state in fp32 with the same values, and what it leaves is rounded."""
     shapes = ((2, 4), (16, 24)), ((2, 6), (128, 128)), ((4, 4), (40, 200))

@@ -29,7 +29,9 @@ def gated_delta(
     is_tiled: bool = False,
     is_trial: bool = False,
 ) -> Tensor:
-    forms = {"CORRECTS": True, "IS_TILED": is_tiled, "ARE_LOGS": False, "IS_TRIAL": is_trial}
+    by_value = decay.dim() == v.dim()
+    decay = with_neighbours(decay) if by_value else decay
+    forms = {"CORRECTS": True, "BY_VALUE": by_value, "IS_TILED": is_tiled, "ARE_LOGS": False, "IS_TRIAL": is_trial}
     return _passed(q, k, v, decay, beta, None, None, state, lengths, **forms)
 
 
@@ -45,7 +47,7 @@ def selective_scan(
     are_logs: bool = False,
     is_trial: bool = False,
 ) -> Tensor:
-    forms = {"CORRECTS": False, "IS_TILED": False, "ARE_LOGS": are_logs, "IS_TRIAL": is_trial}
+    forms = {"CORRECTS": False, "BY_VALUE": False, "IS_TILED": False, "ARE_LOGS": are_logs, "IS_TRIAL": is_trial}
     return _passed(c, b, x, steps, None, rates, skip, state, lengths, **forms)
 
 
@@ -118,7 +120,7 @@ def pass_state_kernel(
     v_row: tl.tensor, v_token: tl.tensor, v_head: tl.tensor, size_row: tl.tensor, size_token: tl.tensor, size_head: tl.tensor,
     beta_row: tl.tensor, beta_token: tl.tensor, beta_head: tl.tensor,
     state_row: tl.tensor, tokens: tl.tensor, heads: tl.tensor, key_heads: tl.tensor, scale: tl.tensor, eps: tl.tensor,
-    CORRECTS: tl.constexpr, IS_TILED: tl.constexpr, ARE_LOGS: tl.constexpr, IS_TRIAL: tl.constexpr,
+    CORRECTS: tl.constexpr, BY_VALUE: tl.constexpr, IS_TILED: tl.constexpr, ARE_LOGS: tl.constexpr, IS_TRIAL: tl.constexpr,
     HAS_RATES: tl.constexpr, HAS_SKIPS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, ROOM: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -142,8 +144,12 @@ def pass_state_kernel(
         query = _key_of(q + row * q_row + at * q_token + key_head * q_head + key, is_key, scale, eps, CORRECTS)
         own_key = _key_of(k + row * k_row + at * k_token + key_head * k_head + key, is_key, 1.0, eps, CORRECTS)
         value = tl.load(v + row * v_row + at * v_token + head * v_head + column, mask=is_column, other=0.0).to(tl.float32)
-        size = tl.load(sizes + row * size_row + at * size_token + head * size_head).to(tl.float32)
-        own = own * tl.exp(size * rate)
+        of_token = sizes + row * size_row + at * size_token + head * size_head
+        if BY_VALUE:
+            own = own * tl.exp(tl.load(of_token + key, mask=is_key, other=0.0))[:, None]
+        else:
+            size = tl.load(of_token).to(tl.float32)
+            own = own * tl.exp(size * rate)
         if CORRECTS:
             beta = tl.load(betas + row * beta_row + at * beta_token + head * beta_head).to(tl.float32)
             added = (value - tl.sum(own * own_key[:, None], 0)) * beta

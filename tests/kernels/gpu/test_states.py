@@ -14,7 +14,17 @@ from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.gpu.norms import gated_norm
 from h2o_flexgen.kernels.states import gated_norm_twin
 from tests.helpers.samples import first_of
-from tests.kernels.state_cases import CASES, LAST_BITS, Case, convolution_case, delta_case, near, scan_case
+from tests.kernels.state_cases import (
+    CASES,
+    DELTA_CASES,
+    LAST_BITS,
+    Case,
+    convolution_case,
+    delta_case,
+    near,
+    scan_case,
+    value_case,
+)
 from tests.kernels.variants import without
 
 LENGTHS = (19, 1, 0, 3)
@@ -42,7 +52,7 @@ def test_states_are_passed_as_torch_does_it(made: MadeCase, tokens: int, dtype: 
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
-@pytest.mark.parametrize("made", [delta_case, scan_case])
+@pytest.mark.parametrize("made", [*DELTA_CASES, scan_case])
 def test_a_state_in_bf16_is_rounded_behind_each_token(made: MadeCase, tokens: int, gpu: torch.device) -> None:
     case = made(2, tokens, device=gpu).in_bf16
     twin, one_by_one = case.again(), case.again()
@@ -70,6 +80,7 @@ def test_tokens_on_trial_leave_a_state_as_it_was(made: MadeCase, tokens: int, gp
     "case_of",
     [
         lambda device: delta_case(1, 2, (1, 3), (5, 40), is_tiled=True, device=device),
+        lambda device: value_case(1, 2, (1, 3), (5, 40), is_tiled=True, device=device),
         lambda device: scan_case(1, 2, are_logs=True, skips=False, device=device),
         lambda device: convolution_case(1, 20, 130, 3, has_bias=False, is_activated=False, device=device),
         lambda device: convolution_case(1, 2, 3, 1, device=device),

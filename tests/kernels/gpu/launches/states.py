@@ -1,4 +1,4 @@
-"""States of rows: the heads of Qwen3.6-35B-A3B and of Granite 4 H, their convolutions and their norms."""
+"""States of rows: the heads of Qwen3.6-35B-A3B, Kimi-Linear 48B-A3B and Granite 4 H, their convolutions and their norms."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def delta(tokens: int) -> None:
     gated_delta(q, k, made(ROWS, tokens, 32, 128), decay, made(ROWS, tokens, 32), state, made(ROWS, dtype=torch.int64))
 
 
+def delta_by_value(tokens: int) -> None:
+    q, k, v = (made(ROWS, tokens, 32, 128) for _ in range(3))
+    decay, state = made(ROWS, tokens, 32, 128, dtype=torch.float32), made(ROWS, 32, 128, 128, dtype=torch.float32)
+    gated_delta(q, k, v, decay, made(ROWS, tokens, 32), state, made(ROWS, dtype=torch.int64))
+
+
 def scan() -> None:
     x, b, c = made(ROWS, 1, 48, 64), made(ROWS, 1, 1, 128), made(ROWS, 1, 1, 128)
     rates, state = made(48, dtype=torch.float32), made(ROWS, 48, 128, 64, dtype=torch.float32)
@@ -42,6 +48,7 @@ def normed() -> None:
 STATE, CONVOLUTION = {"pass_state_kernel": 16}, {"convolve_kernel": 16}
 LAUNCHES = (
     Launch("delta rule of a prompt", lambda: delta(512), 144, STATE, kernels=1),
+    Launch("delta rule by values of keys", lambda: delta_by_value(512), 144, STATE, kernels=1),
     Launch("scan of a step", scan, 144, STATE, kernels=1),
     Launch("convolution of a prompt", lambda: convolved(512), 168, CONVOLUTION, kernels=1),
     Launch("convolution of a step", lambda: convolved(1), 64, CONVOLUTION, kernels=1),
