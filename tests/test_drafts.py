@@ -68,6 +68,7 @@ CASES = (
     Case("lfm2", ON_DISK, gpu_batch_size=2, buffers=1),
     Case("falcon-h1", ON_DISK, gpu_batch_size=3, policy=(("state", (0, 0)),)),
     Case("nemotron-h", ON_DISK, gpu_batch_size=2, weight_codec="group8", compute="int8", state_dtype=BFLOAT16),
+    Case("kimi-linear", ON_DISK, gpu_batch_size=2, state_dtype=BFLOAT16),
     Case("qwen3-next", ON_DISK, gpu_batch_size=2, policy=(("least_prefix", 4),)),
     Case("llama-gqa", ON_DISK, gpu_batch_size=3, policy=(("least_prefix", 4),)),
     Case("llama-gqa", ON_DISK, gpu_batch_size=2, policy=(("least_prefix", 4), ("prefix_policy", "judged"))),

@@ -41,7 +41,7 @@ from tests.planning.test_cost import assert_moved_as_predicted
 from tests.planning.test_pricing import MACHINE
 from tests.planning.worlds import block_of
 
-KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short", "falcon-h1", "nemotron-h")
+KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short", "falcon-h1", "nemotron-h", "kimi-linear")
 ON_DISK, ON_HOST, MIXED, RESIDENT = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 50, 40, 30), (100, 0) * 3
 RAGGED, EQUAL, MANY = (5, 9, 2, 7, 4), (6, 6, 6, 6), (3, 11, 8, 1, 6, 2, 9, 5)
 WITHOUT_MATRICES = ("lfm2", "lfm2-short")  # rows have inputs of convolutions alone, which are not rounded
@@ -308,7 +308,7 @@ def test_a_model_without_attention_is_refused(kind: str, name: str) -> None:
 
 
 BESIDE = {
-    "kind": (*GATED, "lfm2"),
+    "kind": (*GATED, "lfm2", "kimi-linear"),
     "percent": (ON_HOST, MIXED, ON_DISK),
     ("gpu_batch_size", "num_gpu_batches"): ((2, 2), (3, 1), (1, 4)),
     "sep_layer": (True, False),

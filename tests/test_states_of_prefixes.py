@@ -35,9 +35,9 @@ from tests.test_stream import MIXES, nothing_runs_on, same, streamed
 
 __all__ = ["nothing_runs_on"]
 
-KINDS = ("qwen3-5", "lfm2", "bamba")
+KINDS = ("qwen3-5", "lfm2", "bamba", "kimi-linear")
 CHOICES = {
-    ("kind", "state_dtype"): (("qwen3-5", FLOAT32), ("lfm2", FLOAT32), ("bamba", BFLOAT16)),
+    ("kind", "state_dtype"): (("qwen3-5", FLOAT32), ("lfm2", FLOAT32), ("bamba", BFLOAT16), ("kimi-linear", FLOAT32)),
     "percent": (MIXES[3], MIXES[0], MIXES[2]),
     ("gpu_batch_size", "num_gpu_batches"): ((2, 3), (5, 1), (1, 2)),
     "schedule": ("zigzag", "flexgen_barrier"),

@@ -198,10 +198,12 @@ def _each_expert(name: str, tensor: GgufTensor, said: GgufModel) -> Iterator[tup
     """A tensor, or those of each expert in one of all: matrices (experts, outputs, inputs), or biases (experts, outputs)."""
     is_row = len(tensor.shape) == 1 and name.endswith(said.architecture.single_rows)
     shape = (1, *tensor.shape) if is_row else tensor.shape
-    if len(shape) == 2 and name.endswith(said.architecture.convolutions):
-        shape = shape[0], 1, shape[1]
+    if len(shape) > 1 and name.endswith(said.architecture.convolutions):
+        shape = prod(shape[:-1]), 1, shape[-1]
     if len(shape) == 2 and name.endswith(said.architecture.vectors):
         shape = (shape[0] * shape[1],)
+    if name.endswith(said.architecture.between_ones):
+        shape = 1, 1, prod(shape), 1
     if len(shape) == 3 and name.endswith(said.architecture.of_heads):
         shape = shape[0] * shape[1], shape[2]
     whole = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.format, shape)

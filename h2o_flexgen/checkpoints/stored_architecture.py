@@ -137,8 +137,9 @@ class GgufArchitecture:
     of_heads: tuple[str, ...] = ()  # names in models of matrices that files have head by head, with a dimension for heads
     routers: tuple[int, ...] = ()  # how those of its files choose experts; empty: any way
     has_latents: bool = False  # its heads are made of latent vectors, which are one head of keys
-    convolutions: tuple[str, ...] = ()  # names in models of what files have as a matrix, with a row for each channel
+    convolutions: tuple[str, ...] = ()  # names in models of what files have otherwise: with a row for each channel at last
     vectors: tuple[str, ...] = ()  # names in models of vectors that files have as matrices
+    between_ones: tuple[str, ...] = ()  # names in models of numbers (1, 1, heads, 1): files may lack dimensions of them
     other_names: tuple[str, ...] = ()  # that some of its files have
     has_states: bool = False  # rows have a state in some layers, which have no KV heads
 

@@ -79,6 +79,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "dots1": ("dots", "Dots1"),
     "glm4_moe_lite": ("deepseek", "GlmMoeLite"),
     "mistral4": ("mistral4", "Mistral4"),
+    "kimi_linear": ("kimi", "KimiLinear"),
     "seed_oss": ("seed_oss", "SeedOss"),
     "arcee": ("arcee", "Arcee"),
     "apertus": ("arcee", "Apertus"),

@@ -107,6 +107,16 @@ def refuse_short(config: Config, key: str) -> None:
         raise ValueError(f"{key} has {entries} entries for {blocks} blocks; download the model again")
 
 
+def refuse_beyond(config: Config, bounds: Bounds) -> None:
+    """Refuses sizes beyond their bounds that a config may have in another place, from where transformers takes them."""
+    for key, bound in bounds.items():
+        if isinstance(bound, Whole):
+            try:
+                _check_whole(key, getattr(config, key, None), bound)
+            except ValueError as error:
+                raise ValueError(f"{error}; download the model again") from error
+
+
 def what_is_unsupported(values: Mapping[str, Any], own: Bounds) -> str | None:
     """The setting of a config that its architecture here does not know, if it has one. `own`: the bounds of what it reads."""
     if "kv_lora_rank" not in own and (rank := values.get("kv_lora_rank")):

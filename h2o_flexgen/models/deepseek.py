@@ -127,7 +127,7 @@ class DeepSeekV2(DeepSeek):
             raise ValueError(f"topk_method is {shown(method)}; {GREEDY} and {OF_GROUPS} are supported; give another model")
         if getattr(config, "mlp_bias", False):
             raise ValueError("mlp_bias is True, but matrices of experts have no biases here; give another model")
-        groups = ExpertGroups.of(config, 1) if method == OF_GROUPS else NO_GROUPS
+        groups = ExpertGroups.of(config, config.n_routed_experts, 1) if method == OF_GROUPS else NO_GROUPS
         sizes = config.n_routed_experts, config.num_experts_per_tok, inner
         shared, factor = inner * (config.n_shared_experts or 0), float(config.routed_scaling_factor)
         return Mixture(*sizes, sums_to_one=False, shared=shared, groups=groups, factor=factor)
@@ -144,7 +144,7 @@ class DeepSeekV3(DeepSeek, CorrectedMixture):
 
     @staticmethod
     def mixture_of(config: Config) -> Mixture:
-        inner, groups = config.moe_intermediate_size, ExpertGroups.of(config, BEST_OF_GROUP)
+        inner, groups = config.moe_intermediate_size, ExpertGroups.of(config, config.n_routed_experts, BEST_OF_GROUP)
         sizes = config.n_routed_experts, config.num_experts_per_tok, inner
         shared, factor = inner * (config.n_shared_experts or 0), float(config.routed_scaling_factor)
         return Mixture(*sizes, bool(config.norm_topk_prob), shared=shared, groups=groups, factor=factor)

@@ -239,6 +239,9 @@ class LatentAttention(Decoder):
     def before_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         return super().before_attended(hidden, weights, replace(given, in_heads=False))
 
+    def before_unrotated_attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+        return super().before_unrotated_attended(hidden, weights, replace(given, in_heads=False))
+
     def asked(self, hidden: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, turning, unrotated, k = self._made(hidden, weights)
         return x, _joined(turning, tensor_ops.linear_of_heads(unrotated, weights, INTO_KEYS)), k, k

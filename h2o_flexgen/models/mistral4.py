@@ -43,7 +43,7 @@ class Mistral4(DeepSeek):
 
     @staticmethod
     def mixture_of(config: Config) -> Mixture:
-        inner, groups = config.moe_intermediate_size, ExpertGroups.of(config, BEST_OF_GROUP)
+        inner, groups = config.moe_intermediate_size, ExpertGroups.of(config, config.n_routed_experts, BEST_OF_GROUP)
         sizes = config.n_routed_experts, config.num_experts_per_tok, inner
         shared, factor = inner * (config.n_shared_experts or 0), float(config.routed_scaling_factor)
         return Mixture(*sizes, bool(config.norm_topk_prob), shared=shared, groups=groups, factor=factor)

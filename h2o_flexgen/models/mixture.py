@@ -52,9 +52,9 @@ class ExpertGroups:
     best: int = 1  # so many experts say what a group ranks by
 
     @classmethod
-    def of(cls, config: Config, best: int) -> ExpertGroups:
+    def of(cls, config: Config, experts: int, best: int) -> ExpertGroups:
         count, chosen = int(config.n_group or 1), int(config.topk_group or 1)
-        experts, wanted = config.n_routed_experts, config.num_experts_per_tok
+        wanted = config.num_experts_per_tok
         if count == 1:
             return NO_GROUPS
         if experts % count or chosen > count or experts // count < best or wanted > experts // count * chosen:

@@ -146,7 +146,7 @@ class NemotronH(Mamba, CorrectedMixture):
     @staticmethod
     def mixture_of(config: Config) -> Mixture:
         sizes = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size, bool(config.norm_topk_prob)
-        groups, factor = ExpertGroups.of(config, BEST_OF_GROUP), float(config.routed_scaling_factor)
+        groups, factor = ExpertGroups.of(config, config.n_routed_experts, BEST_OF_GROUP), float(config.routed_scaling_factor)
         shared, latent = config.moe_shared_expert_intermediate_size, getattr(config, "moe_latent_size", None) or 0
         return Mixture(*sizes, shared, groups=groups, factor=factor, latent=latent)
 

@@ -63,7 +63,8 @@ OF_MAMBA = (
     "nemotron-h-dense",
 )
 BESIDE_SCANS = ("falcon-h1", "falcon-h1-normed")  # attention stands beside a scan, and not where the host attends
-WITH_STATES = (*GATED, "lfm2", "lfm2-short", "lfm2-moe", *OF_MAMBA)
+KIMI = ("kimi-linear", "kimi-linear-ranked")
+WITH_STATES = (*GATED, *KIMI, "lfm2", "lfm2-short", "lfm2-moe", *OF_MAMBA)
 GGUF, WITH_HEAD = "gguf-", " with its head"  # checkpoints that are GGUF files; and whose head is packed, too
 
 # what weights are written in and how products are made: of plain ones there is one kind

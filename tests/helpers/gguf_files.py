@@ -303,6 +303,21 @@ def _choice_of_deepseek(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
 
 
+def _choice_of_kimi(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Blocks with the delta rule have no KV heads."""
+    writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_kda_head_dim(config.linear_head_dim)
+    _latents(writer, config)
+    said = writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"]
+    said.value, said.type = [int(kind == "full_attention") for kind in config.layer_types], gguf.GGUFValueType.ARRAY
+
+
 def _latents(writer: GGUFWriter, config: PretrainedConfig) -> None:
     rank, turned = config.kv_lora_rank, config.qk_rope_head_dim
     found = {"head_count_kv": 1, "key_length": rank + turned, "value_length": rank}
@@ -314,7 +329,8 @@ def _latents(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_kv_lora_rank(rank)
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
-    writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    if config.model_type != "kimi_linear":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
 def _delta_rule(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -451,7 +467,8 @@ def _add_tensor(
     name = name.replace("router.per_expert_scale", "router.experts.scale")
     kind = _fitting(kind, parameter.shape[-1])
     is_fused = name.endswith("shared_experts.gate_up_proj.weight")
-    if name.endswith(".conv.conv.weight") or "linear_attn." in name or ".mamba." in name or is_fused:
+    is_of_kimi = name.endswith(("_conv1d.weight", "self_attn.A_log", "self_attn.dt_bias"))
+    if name.endswith(".conv.conv.weight") or "linear_attn." in name or ".mamba." in name or is_fused or is_of_kimi:
         _add_of_states(writer, config, family, name, parameter, kind, generator)
         return
     order = _rows_in_file(config, family, name, len(parameter))
@@ -479,7 +496,7 @@ def _add_of_states(
     if name.endswith((".A_log", ".mamba.D")):
         moved = _tiled(config, name, parameter, 0).numpy()
         own = moved if name.endswith(".D") else -np.exp(moved)
-        own = own[:, None] if ".mamba." in name else own
+        own = own[:, None] if ".mamba." in name else own.reshape(-1, 1) if _lacks_ones(name) else own
         writer.add_tensor(name_in_file(f"{name}.weight", family.names).removesuffix(".weight"), own)
         return
     if name.endswith("shared_experts.gate_up_proj.weight"):
@@ -503,9 +520,16 @@ def _add_of_states(
     there = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(_tiled(config, name, parameter, axis).shape)
     parameter.copy_(_tiled(config, name, there, axis, back=True))
     own = name.removesuffix(".dt_bias") + ".dt_proj.bias" if name.endswith(".dt_bias") else name
+    if name.endswith("_conv1d.weight"):
+        written = written.reshape(*(() if _lacks_ones(name) else (1,)), -1, 1, parameter.shape[-1])
     if name.endswith(".mamba.norm.weight"):
         written = written.reshape(writer.kv_data[0][f"{writer.arch}.ssm.group_count"].value, -1)
     writer.add_tensor(name_in_file(own, family.names), written, raw_dtype=kind)
+
+
+def _lacks_ones(name: str) -> bool:
+    """Whether a tensor of Kimi is written without its first dimensions of one, as they are in files that were packed later."""
+    return ".self_attn." in name and ".layers.0." in name
 
 
 def _of_qkvz(config: PretrainedConfig) -> Mapping[str, Tensor]:
@@ -621,6 +645,14 @@ NAMES_OF_LATENTS = NAMES | {
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q_a", "q_b", "k_b", "v_b")},
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     **{f"self_attn.{part}_a_layernorm": f"attn_{part}_a_norm" for part in ("q", "kv")},
+}
+NAMES_OF_KIMI = NAMES_OF_LATENTS | {
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.A_log": "ssm_a",
+    "self_attn.dt_proj": "ssm_dt",
+    "self_attn.o_norm": "ssm_norm",
 }
 NAMES_BEHIND = NAMES | {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 NAMES_AROUND = NAMES_BEHIND | {"pre_feedforward_layernorm": "ffn_norm"}
@@ -858,6 +890,22 @@ FAMILIES: Mapping[str, Family] = {
             "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 64,
         },
+    ),
+    "kimi_linear": Family(
+        "kimi-linear",
+        (_experts, _choice_of_kimi),
+        NAMES_OF_KIMI,
+        sizes={
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 32,
+            "linear_num_heads": 4,
+            "linear_head_dim": 32,
+            "attention_bias": False,
+            "norm_topk_prob": True,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        lacks=("head_dim",),
     ),
     "dots1": Family("dots1", (_experts, _choice_of_deepseek), sizes={"moe_intermediate_size": 32, "sliding_window": None}),
     "glm4_moe": Family(

@@ -168,6 +168,15 @@ _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
 }
+_KIMI: dict[str, Any] = {
+    **{key: _DEEPSEEK[key] for key in _DEEPSEEK.keys() - {"n_routed_experts", "first_k_dense_replace", "rope_parameters"}},
+    "num_local_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 _OF_DELTA = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 _LFM2: dict[str, Any] = {
     **_LLAMA,
@@ -379,6 +388,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**{key: one for key, one in _DELTA.items() if key != "intermediate_size"}, **_OF_DELTA},
     ),
     "qwen3-next": ("qwen3_next", {**_DELTA, **_OF_DELTA, "mlp_only_layers": [1]}),
+    "kimi-linear": ("kimi_linear", _KIMI),
+    "kimi-linear-ranked": (
+        "kimi_linear",
+        {
+            **_KIMI,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
     "bamba": ("bamba", {**_LLAMA, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
     "granite-h": ("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 6, "mamba_conv_bias": False}),
     "granite-h-dense": ("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 0, "position_embedding_type": "rope"}),
@@ -422,8 +442,9 @@ def tiny_config(kind: str, **changes: Any) -> PretrainedConfig:
         "pad_token_id": None,
     }
     every = {**common, **values, **changes}
-    if every.get("layer_types"):
-        every["layer_types"] = every["layer_types"][: every["num_hidden_layers"]]
+    for key in ("layer_types", "mlp_layer_types"):
+        if every.get(key):
+            every[key] = every[key][: every["num_hidden_layers"]]
     return CONFIG_MAPPING[model_type](**_copied(every))
 
 
@@ -464,7 +485,17 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
     head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
     named = {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
-    return named_in_model(model.config, {**named, **dict(_corrections(model))})
+    return named_in_model(model.config, dict(_stored(model.config.model_type, {**named, **dict(_corrections(model))})))
+
+
+def _stored(model_type: str, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as checkpoints have them: those of Kimi have a convolution for each of three parts."""
+    for name, tensor in named.items():
+        if model_type != "kimi_linear" or not name.endswith("self_attn.conv1d.weight"):
+            yield name.replace(".forget_gate.", "."), tensor
+            continue
+        for part, own in zip("qkv", tensor.chunk(3)):
+            yield name.replace(".conv1d.", f".{part}_conv1d."), own
 
 
 def named_in_model(config: PretrainedConfig, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them(kind: str) 
     assert (model.normed(x, weights, name) == norm(x)).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("kind", ["ernie-moe", "glm4-moe", "glm4-lite", "deepseek-v2", "deepseek-v3", "minimax"])
+@pytest.mark.parametrize("kind", ["ernie-moe", "glm4-moe", "glm4-lite", "deepseek-v2", "deepseek-v3", "minimax", "kimi-linear"])
 def test_a_router_that_works_in_fp32_has_its_matrix_in_fp32(kind: str) -> None:
     model, draw = create_model(tiny_config(kind), "bfloat16"), torch.Generator().manual_seed(2)
     assert isinstance(model, MixtureOfExperts)
@@ -272,6 +272,7 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-V2-Lite": 15.7e9,
     "deepseek-ai/DeepSeek-V3": 671e9,
     "moonshotai/Kimi-K2-Instruct-0905": 1.026e12,
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": 49.1e9,  # 48.4e9 without its two tables of tokens
     "zai-org/GLM-4.7-Flash": 29.9e9,
     "facebook/opt-125m": 125e6,
     "facebook/opt-350m": 331e6,

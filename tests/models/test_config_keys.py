@@ -100,6 +100,8 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", None),
     "use_expert_bias": (True, False),
     "linear_conv_kernel_dim": (2, 5),
+    "linear_num_heads": (1, 8),
+    "linear_head_dim": (16, 40),
     "linear_num_key_heads": (1, 4),
     "linear_num_value_heads": (2, 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (4, 16)),

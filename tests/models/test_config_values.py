@@ -86,6 +86,9 @@ def test_values_that_do_not_go_together_are_named(
         ("deepseek-v3", {"q_lora_rank": 0}, "q_lora_rank is 0, which is no whole number"),
         ("deepseek-v2", {"qk_rope_head_dim": "x"}, "qk_rope_head_dim is 'x'"),
         ("deepseek-v3", {"rope_interleave": 1}, "rope_interleave is 1, which is neither true nor false"),
+        ("kimi-linear", {"linear_head_dim": 0}, "linear_head_dim is 0"),
+        ("kimi-linear", {"num_experts": 0}, "num_experts is 0"),
+        ("kimi-linear", {"model_max_length": "long"}, "max_position_embeddings is 'long'"),
     ],
 )
 def test_values_that_one_architecture_reads_are_named(
@@ -114,6 +117,78 @@ def test_a_published_falcon_says_nothing_of_its_positions(tmp_path: Path) -> Non
     spec = create_model(load_config(str(tmp_path)), "bfloat16").spec
     assert (spec.max_positions, spec.kv_heads, spec.head_dim) == (2048, 1, 64)
     assert "max_position_embeddings is 0" in told(values, tmp_path, max_position_embeddings=0)
+
+
+OF_KIMI = {  # the keys of Kimi-Linear-48B-A3B-Instruct
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_a_published_kimi_linear_says_the_sizes_of_its_states_in_a_part_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OF_KIMI))
+    name = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+    known = known_config(name)
+    assert known is not None
+    assert create_model(load_config(str(tmp_path)), "bfloat16").spec == create_model(known, "bfloat16").spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"head_dim": 0}, "linear_head_dim is 0"),
+        ({"num_heads": 1 << 20}, "linear_num_heads is 1048576"),
+        ({"kda_layers": []}, "layer_types"),
+    ],
+)
+def test_a_part_of_a_config_is_held_to_bounds_too(changes: Mapping[str, object], problem: str, tmp_path: Path) -> None:
+    values = {**OF_KIMI, "linear_attn_config": {**OF_KIMI["linear_attn_config"], **changes}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert problem in one_line(lambda: create_model(load_config(str(tmp_path)), "bfloat16"))
+
+
+def test_latent_attention_that_rotates_is_refused_where_none_is_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**OF_KIMI, "mla_use_nope": False}))
+    said = one_line(lambda: create_model(load_config(str(tmp_path)), "bfloat16"))
+    assert said == "mla_use_nope is False, but attention of kimi_linear rotates nothing here; give another model"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ PUBLISHED = {  # bytes of a token in 16 bits, in all layers
     "deepseek-ai/DeepSeek-V2-Lite": 27 * 1152,
     "deepseek-ai/DeepSeek-V3": 61 * 1152,
     "moonshotai/Kimi-K2-Instruct-0905": 61 * 1152,
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": 7 * 1152,
     "zai-org/GLM-4.7-Flash": 47 * 1152,
 }
 

@@ -502,6 +502,7 @@ OF_STATES = {
     ("kind", "sizes"): (
         ("qwen3-5", {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}),
         ("qwen3-5", {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 96}),
+        ("kimi-linear", {"linear_num_heads": 8, "linear_head_dim": 64}),
         ("bamba", {"mamba_n_heads": 8, "mamba_d_state": 128, "mamba_expand": 8}),
         ("nemotron-h-dense", {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128}),
     ),

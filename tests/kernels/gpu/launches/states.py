@@ -48,7 +48,7 @@ def normed() -> None:
 STATE, CONVOLUTION = {"pass_state_kernel": 16}, {"convolve_kernel": 16}
 LAUNCHES = (
     Launch("delta rule of a prompt", lambda: delta(512), 144, STATE, kernels=1),
-    Launch("delta rule by values of keys", lambda: delta_by_value(512), 144, STATE, kernels=1),
+    Launch("delta rule by values of keys", lambda: delta_by_value(512), 144, STATE, kernels=1, is_rare=True),
     Launch("scan of a step", scan, 144, STATE, kernels=1),
     Launch("convolution of a prompt", lambda: convolved(512), 168, CONVOLUTION, kernels=1),
     Launch("convolution of a step", lambda: convolved(1), 64, CONVOLUTION, kernels=1),
