@@ -88,21 +88,24 @@ class PromptRoom(NamedTuple):
 
 
 class TiledRoom(NamedTuple):
-    """A thread's room for attention of a step in tiles of registers, in words: queries in pairs (from 0 on), values of a
-    piece in pairs, its last slots, scores, shares in two halves, and the outcome. C has the same fields in this order."""
+    """A thread's room for attention of a step in tiles of registers, in words: queries in pairs (from 0 on), values of some
+    columns and of the next ones in pairs, the last slots, scores of a piece and of the next one, shares in two halves, the
+    outcome, and both pieces where slots are packed. C has the same fields in this order."""
 
     values_at: int
     last_at: int
     scores_at: int
     shares_at: int
     out_at: int
+    unpacked_at: int
     end: int
 
     @classmethod
     def of(cls, dim: int) -> TiledRoom:
         sizes = shared()
-        queries, slots, dim = sizes.step_queries, sizes.step_slots, _rounded_up(dim, sizes.step_block)
-        parts = (queries * dim // 2, slots * dim // 2, sizes.step_block * dim // 2, *2 * (queries * slots,), queries * dim)
+        queries, slots, block, dim = sizes.step_queries, sizes.step_slots, sizes.step_block, _rounded_up(dim, sizes.step_block)
+        last, shares = block * dim // 2, queries * slots
+        parts = (queries * dim // 2, slots * block, last, 2 * shares, shares, queries * dim, slots * dim)
         return cls(*accumulate(parts))
 
 

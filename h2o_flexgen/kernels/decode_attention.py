@@ -2,7 +2,8 @@
 
 The two differ in the last bits: C sums in another order, and keeps shares in float32. With queries of 16 bits and packed slots
 it may work in fixed point of 16 bits, with a factor for each group of values: queries and shares are then off by less than
-2^-16 of the largest in their group, where a bfloat16 is off by up to 2^-9 of itself.
+2^-16 of the largest in their group, where a bfloat16 is off by up to 2^-9 of itself. In tiles of registers packed latents
+become bfloat16 first.
 """
 
 from __future__ import annotations

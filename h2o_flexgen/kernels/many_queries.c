@@ -10,7 +10,7 @@
 
 /* The layout of a thread's room where tiles of registers are used, in words. Python works it out (TiledRoom). */
 typedef struct {
-    long values_at, last_at, scores_at, shares_at, out_at, end;
+    long values_at, last_at, scores_at, shares_at, out_at, unpacked_at, end;
 } tiled_room;
 
 typedef struct {
@@ -198,7 +198,8 @@ typedef struct {
 static way way_of(const many *m)
 {
 #ifdef __AMX_BF16__
-    if (m->kind == BF16 && m->keys.kind == BF16 && m->values.kind == BF16 && m->dim % QUERIES_OF_BLOCK == 0)
+    const int are_plain = m->keys.kind == BF16 && m->values.kind == BF16, are_one = m->keys.data == m->values.data;
+    if (m->kind == BF16 && m->dim % QUERIES_OF_BLOCK == 0 && (are_plain || (are_one && m->keys.kind >= GROUP4)))
         return (way){attend_in_tiles, gather_from_tiles, m->queries / QUERIES_OF_BLOCK, STEP_QUERIES / QUERIES_OF_BLOCK};
 #endif
     return (way){attend_part, gather_part, (m->group + TILE_ROWS - 1) / TILE_ROWS, PROMPT_QUERIES / TILE_ROWS};

@@ -1,14 +1,18 @@
-/* Attention of one new token per row in tiles of registers (AMX), for `many_queries` where queries and slots are bfloat16.
+/* Attention of one new token per row in tiles of registers (AMX), for `many_queries` where queries are bfloat16, and slots are, or are
+   packed latents.
 
-   Keys lie as they are wanted, and queries of a part are arranged in pairs once. Values are arranged in pairs of slots, piece by
-   piece. Shares have more digits than bfloat16: they are split in two, which together are as near as 2^-17 of them. The sums of
-   a query are scaled down where a later piece has a larger score. All sums are in float32.
+   Keys lie as they are wanted, and queries of a part are arranged in pairs once. Values are arranged in pairs of slots, some columns
+   of a piece at a time; packed slots become bfloat16 before, piece by piece. Shares have more digits than bfloat16: they are split in
+   two, which together are as near as 2^-17 of them. The sums of a query are scaled down where a later piece has a larger score. All
+   sums are in float32.
 
-   Tiles and registers are different parts of a processor: while the shares of some queries meet values in tiles, those of the next
-   ones are worked out in registers. */
+   Tiles and registers are different parts of a processor, so both have work: while tiles have the scores of a piece, the shares of
+   the one before are worked out in registers; and while shares meet values of some columns, the next ones are arranged. What is read
+   from the cache behind the nearest one is said to be read once, so that it drives nothing out of the nearest. */
 
 #pragma once
 
+#include "group_values.h"
 #include "pair_tiles.h"
 
 enum {
@@ -26,11 +30,12 @@ _Static_assert(QUERIES_OF_BLOCK == STEP_BLOCK && SLOTS_OF_STEP == STEP_BLOCK && 
 /* The parts of a thread's room. */
 typedef struct {
     uint32_t *q;      /* (panels, pairs, LANES): pairs of values */
-    uint32_t *values; /* (steps, columns / 32, 2, STEP, LANES): pairs of slots */
+    uint32_t *values; /* (2, steps, 2, STEP, LANES): pairs of slots of 32 columns, and of the next ones */
     char *last;       /* slots of a step, filled up with zeros */
-    float *scores;    /* (panels, STEP_SLOTS, LANES), where they are not kept */
+    float *scores;    /* (2, panels, STEP_SLOTS, LANES): of a piece and of the next one, where they are not kept */
     uint32_t *shares; /* (blocks, steps, 2, QUERIES_OF_BLOCK, STEP): pairs of slots */
     float *out;       /* (queries, dim); in the order of `values` */
+    char *unpacked;   /* (2, STEP_SLOTS, dim), bfloat16: slots of a piece and of the next one, where they are packed */
 } tile_rooms;
 
 /* Some queries of a KV head of a row, from `first` on. */
@@ -42,9 +47,16 @@ typedef struct {
     _Alignas(64) float totals[STEP_QUERIES]; /* of exponentials, as far as pieces have passed */
 } tiled_queries;
 
+/* Slots that lie as bfloat16. */
+typedef struct {
+    const char *data;
+    long slot; /* bytes from one to the next */
+} plain_slots;
+
 /* A piece of slots. */
 typedef struct {
     long start, count, steps;
+    plain_slots keys, values;
     float *scores;
 } piece_here;
 
@@ -56,7 +68,8 @@ static ALWAYS_INLINE tile_rooms tile_rooms_of(const many *m, int member)
                         (char *)(from + m->tiled.last_at),
                         from + m->tiled.scores_at,
                         (uint32_t *)from + m->tiled.shares_at,
-                        from + m->tiled.out_at};
+                        from + m->tiled.out_at,
+                        (char *)(from + m->tiled.unpacked_at)};
 }
 
 static ALWAYS_INLINE const char *query_of(const many *m, const tiled_queries *own, long query)
@@ -78,71 +91,73 @@ static void arrange_queries(const many *m, const tiled_queries *own, tile_rooms 
         }
 }
 
-/* The scores of a step's slots and a block's queries. */
-static ALWAYS_INLINE void score_block(const char *keys, long slot, const uint32_t *q, long pairs, float *scores, long panel)
+/* -- slots ----------------------------------------------------------------------------------------------------------------- */
+
+static ALWAYS_INLINE void unpack_group(packed_group from, int bits, char *out)
 {
-    _tile_zero(ABOVE_LEFT);
-    _tile_zero(ABOVE_RIGHT);
-    _tile_zero(BELOW_LEFT);
-    _tile_zero(BELOW_RIGHT);
-    for (long pair = 0; pair < pairs; pair += STEP) {
-        _tile_loadd(LEFT, q + pair * LANES, LINE_OF_TILE);
-        _tile_loadd(ABOVE, keys + 4 * pair, slot);
-        _tile_dpbf16ps(ABOVE_LEFT, ABOVE, LEFT);
-        _tile_loadd(RIGHT, q + (pairs + pair) * LANES, LINE_OF_TILE);
-        _tile_dpbf16ps(ABOVE_RIGHT, ABOVE, RIGHT);
-        _tile_loadd(BELOW, keys + STEP * slot + 4 * pair, slot);
-        _tile_dpbf16ps(BELOW_LEFT, BELOW, LEFT);
-        _tile_dpbf16ps(BELOW_RIGHT, BELOW, RIGHT);
+    const decoder with = decoder_of(from);
+    if (bits == 4) { /* all sixteen values are looked up */
+        const __m512i values = _mm512_castsi256_si512((__m256i)bf16_of_floats(with.values));
+        const __m512i pairs = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from.codes));
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_and_si512(pairs, _mm512_set1_epi16(15)), values));
+        _mm512_storeu_si512(out + GROUP, _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs, 4), values));
+    } else {
+#pragma GCC unroll 4
+        for (int at = 0; at < GROUP; at += LANES)
+            store_floats(out + 2 * at, decoded_8(words_of_bytes(from.codes + at), with), BF16);
     }
-    _tile_stored(ABOVE_LEFT, scores, LINE_OF_TILE);
-    _tile_stored(ABOVE_RIGHT, scores + panel, LINE_OF_TILE);
-    _tile_stored(BELOW_LEFT, scores + STEP * LANES, LINE_OF_TILE);
-    _tile_stored(BELOW_RIGHT, scores + panel + STEP * LANES, LINE_OF_TILE);
+}
+
+static ALWAYS_INLINE void unpack_slot(const char *from, int bits, long dim, char *out)
+{
+    for (long at = 0; at < dim; at += GROUP) {
+        const packed_group group = group_of_row((const uint8_t *)from, at / GROUP, dim, bits);
+        char last[2 * GROUP];
+        unpack_group(group, bits, at + GROUP <= dim ? out + 2 * at : last);
+        if (at + GROUP > dim)
+            memcpy(out + 2 * at, last, 2 * (dim - at));
+    }
+}
+
+static void unpack_piece(const many *m, const tiled_queries *own, piece_here piece)
+{
+    const long nbytes = m->dim * itemsize_of(BF16);
+    for (long slot = 0; slot < piece.count; slot++) {
+        const char *from = slot_at(&m->keys, own->row, own->head, piece.start + slot);
+        char *to = (char *)piece.keys.data + slot * nbytes;
+        if (m->keys.kind == GROUP4)
+            unpack_slot(from, 4, m->dim, to);
+        else
+            unpack_slot(from, 8, m->dim, to);
+    }
+}
+
+/* There are no slots behind the last piece. Packed ones are both keys and values. */
+static piece_here piece_at(const many *m, const tiled_queries *own, long start, tile_rooms room)
+{
+    const long left = m->held[own->row] - start, count = left < 0 ? 0 : left < STEP_SLOTS ? left : STEP_SLOTS;
+    const long turn = start / STEP_SLOTS % 2, place = m->got ? start : turn * STEP_QUERIES / LANES * own->stride;
+    piece_here piece = {start, count, rounded_up(count, SLOTS_OF_STEP) / SLOTS_OF_STEP,
+                        {slot_at(&m->keys, own->row, own->head, start), m->keys.slot},
+                        {slot_at(&m->values, own->row, own->head, start), m->values.slot},
+                        own->scores + place * LANES};
+    if (m->keys.kind >= GROUP4) {
+        const long nbytes = m->dim * itemsize_of(BF16);
+        piece.keys = piece.values = (plain_slots){room.unpacked + turn * STEP_SLOTS * nbytes, nbytes};
+        unpack_piece(m, own, piece);
+    }
+    return piece;
 }
 
 /* What lies behind the last slot is not read. */
-static const char *whole_step(const many *m, const tiled_queries *own, long start, long count, char *last)
+static plain_slots whole_step(piece_here piece, long from, long nbytes, char *last)
 {
-    const long nbytes = m->dim * itemsize_of(BF16);
     for (long slot = 0; slot < SLOTS_OF_STEP; slot++)
-        if (slot < count)
-            memcpy(last + slot * nbytes, slot_at(&m->keys, own->row, own->head, start + slot), nbytes);
+        if (from + slot < piece.count)
+            memcpy(last + slot * nbytes, piece.keys.data + (from + slot) * piece.keys.slot, nbytes);
         else
             memset(last + slot * nbytes, 0, nbytes);
-    return last;
-}
-
-/* Values of a step's slots, in pairs: of each 32 columns a tile gets those whose numbers have no 4 in them, another one the rest. */
-static void arrange_step(const many *m, const tiled_queries *own, long start, long count, uint32_t *values)
-{
-    const __m512i nothing = _mm512_setzero_si512();
-    for (long at = 0; at < m->dim / QUERIES_OF_BLOCK; at++, values += 2 * WORDS_OF_TILE)
-        for (long pair = 0; pair < STEP; pair++) {
-            const char *first = slot_at(&m->values, own->row, own->head, start + 2 * pair) + at * LINE_OF_TILE;
-            const __m512i one = 2 * pair < count ? _mm512_loadu_si512(first) : nothing;
-            const __m512i other = 2 * pair + 1 < count ? _mm512_loadu_si512(first + m->values.slot) : nothing;
-            _mm512_storeu_si512(values + pair * LANES, _mm512_unpacklo_epi16(one, other));
-            _mm512_storeu_si512(values + WORDS_OF_TILE + pair * LANES, _mm512_unpackhi_epi16(one, other));
-        }
-}
-
-/* Scores of a piece's slots; and its values are arranged while they are near, for they may lie in the keys. */
-static void score_piece(const many *m, const tiled_queries *own, piece_here piece, tile_rooms room)
-{
-    const long pairs = m->dim / 2, panel = own->stride * LANES;
-    use_tiles_of(QUERIES_OF_BLOCK);
-    for (long slot = 0; slot < piece.count; slot += SLOTS_OF_STEP) {
-        const int is_whole = slot + SLOTS_OF_STEP <= piece.count;
-        const char *keys = is_whole ? slot_at(&m->keys, own->row, own->head, piece.start + slot)
-                                    : whole_step(m, own, piece.start + slot, piece.count - slot, room.last);
-        const long stride = is_whole ? m->keys.slot : m->dim * itemsize_of(BF16);
-        __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
-        for (long first = 0; first < own->count; first += QUERIES_OF_BLOCK)
-            score_block(keys, stride, room.q + first * pairs, pairs, piece.scores + first / LANES * panel + slot * LANES, panel);
-        arrange_step(m, own, piece.start + slot, piece.count - slot,
-                     room.values + slot / STEP * m->dim / QUERIES_OF_BLOCK * WORDS_OF_TILE);
-    }
+    return (plain_slots){last, nbytes};
 }
 
 /* -- shares ---------------------------------------------------------------------------------------------------------------- */
@@ -190,14 +205,58 @@ static ALWAYS_INLINE floats largest_score(const many *m, float *scores, long cou
     return (floats)top * powers_of_scores(m);
 }
 
-/* The shares of a panel's queries in a step, on their way. */
+/* The shares of a piece on their way: panel by panel, and in each step by step. */
 typedef struct {
+    const many *m;
+    tiled_queries *own;
+    piece_here piece;
+    tile_rooms room;
+    long number, count; /* of steps of panels */
+    int pair;           /* of the step */
     const float *scores;
     uint32_t *to;
     floats top, total;
     float powers;
     words upper[STEP], lower[STEP];
 } sharing;
+
+/* Begins with the shares of a panel: its largest scores so far, and its sums and totals scaled down to them. */
+static void begin_panel(const many *m, tiled_queries *own, piece_here piece, long first, tile_rooms room)
+{
+    const floats before = LOAD(floats, own->tops + first);
+    const floats top = larger(largest_score(m, piece.scores + first * own->stride, piece.count), before);
+    const floats factors = piece.start ? power_of_two(before - top) : all(1.0f), total = LOAD(floats, own->totals + first) * factors;
+    memcpy(own->tops + first, &top, sizeof top);
+    memcpy(own->totals + first, &total, sizeof total);
+    for (long query = 0; query < LANES && first + query < own->count; query++)
+        if (factors[query] != 1.0f)
+            for (long at = 0; at < m->dim; at++)
+                room.out[(first + query) * m->dim + at] *= factors[query];
+}
+
+static void begin_step(sharing *here)
+{
+    const long first = here->number / here->piece.steps * LANES, step = here->number % here->piece.steps;
+    if (!step)
+        begin_panel(here->m, here->own, here->piece, first, here->room);
+    here->pair = 0;
+    here->scores = here->piece.scores + first * here->own->stride + step * SLOTS_OF_STEP * LANES;
+    here->to = here->room.shares + (first / QUERIES_OF_BLOCK * STEPS + step) * 2 * WORDS_OF_SHARES + first % QUERIES_OF_BLOCK * STEP;
+    here->top = LOAD(floats, here->own->tops + first);
+    here->total = LOAD(floats, here->own->totals + first);
+}
+
+static void begin_sharing(const many *m, tiled_queries *own, piece_here piece, tile_rooms room, sharing *here)
+{
+    here->m = m;
+    here->own = own;
+    here->piece = piece;
+    here->room = room;
+    here->number = 0;
+    here->count = rounded_up(own->count, LANES) / LANES * piece.steps;
+    here->powers = powers_of_scores(m);
+    begin_step(here);
+}
 
 /* The upper half of a float is a bfloat16, and of the rest another one. */
 static ALWAYS_INLINE void share_pair(sharing *here, int pair)
@@ -213,84 +272,146 @@ static ALWAYS_INLINE void share_pair(sharing *here, int pair)
     here->total += (floats)first + (floats)second;
 }
 
-/* As tiles want them: (LANES, STEP). */
-static ALWAYS_INLINE void store_shares(sharing *here)
+/* As tiles want them: (LANES, STEP). And the next step begins. */
+static __attribute__((noinline)) void end_step(sharing *here)
 {
     turn(here->upper);
     memcpy(here->to, here->upper, sizeof here->upper);
     turn(here->lower);
     memcpy(here->to + WORDS_OF_SHARES, here->lower, sizeof here->lower);
+    memcpy(here->own->totals + here->number / here->piece.steps * LANES, &here->total, sizeof here->total);
+    if (++here->number < here->count)
+        begin_step(here);
 }
 
-static ALWAYS_INLINE void share_step(sharing *here)
+/* The next few pairs of slots: a power of two, so that a step ends with some of them. */
+static ALWAYS_INLINE void share_some(sharing *here, int few)
 {
+    const int pair = here->pair;
+    if (here->number >= here->count)
+        return;
+#pragma GCC unroll 2
+    for (int at = 0; at < few; at++)
+        share_pair(here, pair + at);
+    here->pair = pair + few;
+    if (here->pair == STEP)
+        end_step(here);
+}
+
+static void share_rest(sharing *here)
+{
+    while (here->number < here->count) {
 #pragma GCC unroll 4
-    for (int pair = 0; pair < STEP; pair++)
-        share_pair(here, pair);
-    store_shares(here);
-}
-
-/* Begins with the shares of a block: its largest scores so far, and its sums and totals scaled down to them. */
-static void begin_block(const many *m, tiled_queries *own, piece_here piece, long block, tile_rooms room)
-{
-    for (long first = block; first < own->count && first < block + QUERIES_OF_BLOCK; first += LANES) {
-        const floats before = LOAD(floats, own->tops + first);
-        const floats top = larger(largest_score(m, piece.scores + first * own->stride, piece.count), before);
-        const floats factors = piece.start ? power_of_two(before - top) : all(1.0f), total = LOAD(floats, own->totals + first) * factors;
-        memcpy(own->tops + first, &top, sizeof top);
-        memcpy(own->totals + first, &total, sizeof total);
-        for (long query = 0; query < LANES && first + query < own->count; query++)
-            if (factors[query] != 1.0f)
-                for (long at = 0; at < m->dim; at++)
-                    room.out[(first + query) * m->dim + at] *= factors[query];
+        for (int pair = here->pair; pair < STEP; pair++)
+            share_pair(here, pair);
+        end_step(here);
     }
 }
 
-/* The next of a block's shares: panel by panel, and in each step by step. Says whether there are any. */
-static ALWAYS_INLINE int begin_shares(const many *m, const tiled_queries *own, piece_here piece, long block, long number,
-                                      tile_rooms room, sharing *here)
+/* -- scores ---------------------------------------------------------------------------------------------------------------- */
+
+/* The scores of a step's slots and a block's queries; works out shares of the piece before meanwhile. */
+static ALWAYS_INLINE void score_block(const char *keys, long slot, const uint32_t *q, long pairs, float *scores, long panel, int are_two,
+                                      sharing *beside, int few)
 {
-    const long first = block + number / piece.steps * LANES, step = number % piece.steps;
-    if (first >= own->count || number >= 2 * piece.steps)
-        return 0;
-    here->scores = piece.scores + first * own->stride + step * SLOTS_OF_STEP * LANES;
-    here->to = room.shares + (block / QUERIES_OF_BLOCK * STEPS + step) * 2 * WORDS_OF_SHARES + first % QUERIES_OF_BLOCK * STEP;
-    here->top = LOAD(floats, own->tops + first);
-    here->total = LOAD(floats, own->totals + first);
-    here->powers = powers_of_scores(m);
-    return 1;
+    _tile_zero(ABOVE_LEFT);
+    _tile_zero(BELOW_LEFT);
+    if (are_two) {
+        _tile_zero(ABOVE_RIGHT);
+        _tile_zero(BELOW_RIGHT);
+    }
+    for (long pair = 0; pair < pairs; pair += STEP) {
+        _tile_stream_loadd(LEFT, q + pair * LANES, LINE_OF_TILE);
+        _tile_loadd(ABOVE, keys + 4 * pair, slot);
+        _tile_dpbf16ps(ABOVE_LEFT, ABOVE, LEFT);
+        if (are_two) {
+            _tile_stream_loadd(RIGHT, q + (pairs + pair) * LANES, LINE_OF_TILE);
+            _tile_dpbf16ps(ABOVE_RIGHT, ABOVE, RIGHT);
+        }
+        _tile_loadd(BELOW, keys + STEP * slot + 4 * pair, slot);
+        _tile_dpbf16ps(BELOW_LEFT, BELOW, LEFT);
+        if (are_two)
+            _tile_dpbf16ps(BELOW_RIGHT, BELOW, RIGHT);
+        if (beside && few == 2) /* as usual: it is unrolled */
+            share_some(beside, 2);
+        else if (beside)
+            share_some(beside, few);
+    }
+    _tile_stored(ABOVE_LEFT, scores, LINE_OF_TILE);
+    _tile_stored(BELOW_LEFT, scores + STEP * LANES, LINE_OF_TILE);
+    if (are_two) {
+        _tile_stored(ABOVE_RIGHT, scores + panel, LINE_OF_TILE);
+        _tile_stored(BELOW_RIGHT, scores + panel + STEP * LANES, LINE_OF_TILE);
+    }
 }
 
-static ALWAYS_INLINE void note_total(tiled_queries *own, piece_here piece, long block, long number, const sharing *here)
+/* Scores of a piece's slots, beside shares of the piece before. */
+static void score_piece(const many *m, const tiled_queries *own, piece_here piece, tile_rooms room, sharing *beside)
 {
-    memcpy(own->totals + block + number / piece.steps * LANES, &here->total, sizeof here->total);
-}
-
-static void share_rest(const many *m, tiled_queries *own, piece_here piece, long block, long number, tile_rooms room)
-{
-    for (sharing here; begin_shares(m, own, piece, block, number, room, &here); number++) {
-        share_step(&here);
-        note_total(own, piece, block, number, &here);
+    const long pairs = m->dim / 2, panel = own->stride * LANES, blocks = rounded_up(own->count, QUERIES_OF_BLOCK) / QUERIES_OF_BLOCK;
+    const long products = piece.steps * blocks * (pairs / STEP);
+    int few = 1;
+    while (beside && few < STEP && few * products < beside->count * STEP)
+        few *= 2;
+    use_tiles_of(QUERIES_OF_BLOCK);
+    for (long slot = 0; slot < piece.count; slot += SLOTS_OF_STEP) {
+        const plain_slots there = {piece.keys.data + slot * piece.keys.slot, piece.keys.slot};
+        const plain_slots keys = slot + SLOTS_OF_STEP <= piece.count ? there : whole_step(piece, slot, 4 * pairs, room.last);
+        __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
+        for (long first = 0; first < own->count; first += QUERIES_OF_BLOCK) {
+            const uint32_t *q = room.q + first * pairs;
+            float *scores = piece.scores + first / LANES * panel + slot * LANES;
+            const int are_two = own->count - first > LANES;
+            if (are_two && beside)
+                score_block(keys.data, keys.slot, q, pairs, scores, panel, 1, beside, few);
+            else if (are_two)
+                score_block(keys.data, keys.slot, q, pairs, scores, panel, 1, NULL, 0);
+            else
+                score_block(keys.data, keys.slot, q, pairs, scores, panel, 0, beside, few);
+        }
     }
 }
 
 /* -- values ---------------------------------------------------------------------------------------------------------------- */
 
+/* Values of 32 columns on their way into pairs of slots: a tile gets those whose numbers have no 4 in them, another one the rest. */
+typedef struct {
+    plain_slots from; /* of a piece */
+    uint32_t *to;
+    long count;
+} arranged_columns;
+
+/* Some pairs of a step. */
+static ALWAYS_INLINE void arrange_pairs(const arranged_columns *here, long step, long first, long behind)
+{
+    const __m512i nothing = _mm512_setzero_si512();
+    uint32_t *to = here->to + step * 2 * WORDS_OF_TILE;
+    for (long pair = first; pair < behind; pair++) {
+        const long slot = step * SLOTS_OF_STEP + 2 * pair;
+        const char *from = here->from.data + slot * here->from.slot;
+        const __m512i one = slot < here->count ? _mm512_loadu_si512(from) : nothing;
+        const __m512i other = slot + 1 < here->count ? _mm512_loadu_si512(from + here->from.slot) : nothing;
+        _mm512_storeu_si512(to + pair * LANES, _mm512_unpacklo_epi16(one, other));
+        _mm512_storeu_si512(to + WORDS_OF_TILE + pair * LANES, _mm512_unpackhi_epi16(one, other));
+    }
+}
+
 static ALWAYS_INLINE void add_shares(const uint32_t *shares, long above, int are_two)
 {
-    _tile_loadd(ABOVE, shares, LINE_OF_TILE);
+    _tile_stream_loadd(ABOVE, shares, LINE_OF_TILE);
     _tile_dpbf16ps(ABOVE_LEFT, ABOVE, LEFT);
     _tile_dpbf16ps(ABOVE_RIGHT, ABOVE, RIGHT);
     if (are_two) {
-        _tile_loadd(BELOW, shares + above * STEP, LINE_OF_TILE);
+        _tile_stream_loadd(BELOW, shares + above * STEP, LINE_OF_TILE);
         _tile_dpbf16ps(BELOW_LEFT, BELOW, LEFT);
         _tile_dpbf16ps(BELOW_RIGHT, BELOW, RIGHT);
     }
 }
 
-/* What a block's queries have of 32 columns of a piece, and with `adds` of those before it; works out shares of others meanwhile. */
-static ALWAYS_INLINE void add_columns(const uint32_t *shares, const uint32_t *values, long step, long steps, float *out, long line,
-                                      long rows, int are_two, int adds, sharing *beside)
+/* What a block's queries have of 32 columns of a piece, and with `adds` of those before it; arranges some of the next columns
+   meanwhile: those pairs of each step. */
+static ALWAYS_INLINE void add_columns(const uint32_t *shares, const uint32_t *values, long steps, float *out, long line, long rows,
+                                      int are_two, int adds, const arranged_columns *next, long first, long behind)
 {
     const long above = rows_above(rows);
     if (adds) {
@@ -308,17 +429,14 @@ static ALWAYS_INLINE void add_columns(const uint32_t *shares, const uint32_t *va
             _tile_zero(BELOW_RIGHT);
         }
     }
-    for (long at = 0; at < steps; at++, values += step, shares += 2 * WORDS_OF_SHARES) {
+    for (long at = 0; at < steps; at++, values += 2 * WORDS_OF_TILE, shares += 2 * WORDS_OF_SHARES) {
         _tile_loadd(LEFT, values, LINE_OF_TILE);
         _tile_loadd(RIGHT, values + WORDS_OF_TILE, LINE_OF_TILE);
         add_shares(shares, above, are_two);
         add_shares(shares + WORDS_OF_SHARES, above, are_two);
-        if (beside)
-            for (long pair = at * STEP / steps; pair < (at + 1) * STEP / steps; pair++)
-                share_pair(beside, pair);
+        if (next)
+            arrange_pairs(next, at, first, behind);
     }
-    if (beside)
-        store_shares(beside);
     _tile_stored(ABOVE_LEFT, out, 4 * line);
     _tile_stored(ABOVE_RIGHT, out + LANES, 4 * line);
     if (are_two) {
@@ -327,38 +445,37 @@ static ALWAYS_INLINE void add_columns(const uint32_t *shares, const uint32_t *va
     }
 }
 
-/* Adds what a block's queries have of a piece, and works out the shares of the next block. */
-static void add_block(const many *m, tiled_queries *own, piece_here piece, long block, tile_rooms room)
+static ALWAYS_INLINE arranged_columns columns_of(piece_here piece, long at, tile_rooms room)
 {
-    const long columns = m->dim / QUERIES_OF_BLOCK, left = own->count - block, rows = left < QUERIES_OF_BLOCK ? left : QUERIES_OF_BLOCK;
-    const uint32_t *shares = room.shares + block / QUERIES_OF_BLOCK * STEPS * 2 * WORDS_OF_SHARES;
-    const long next = block + QUERIES_OF_BLOCK;
-    use_tiles_of(rows);
-    __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
-    for (long at = 0; at < columns; at++) {
-        const uint32_t *values = room.values + at * 2 * WORDS_OF_TILE;
-        float *out = room.out + block * m->dim + at * QUERIES_OF_BLOCK;
-        sharing beside;
-        if (begin_shares(m, own, piece, next, at, room, &beside)) { /* a block that has a next one is whole */
-            add_columns(shares, values, columns * 2 * WORDS_OF_TILE, piece.steps, out, m->dim, rows, 1, piece.start > 0, &beside);
-            note_total(own, piece, next, at, &beside);
-        } else if (rows > 1) {
-            add_columns(shares, values, columns * 2 * WORDS_OF_TILE, piece.steps, out, m->dim, rows, 1, piece.start > 0, NULL);
-        } else {
-            add_columns(shares, values, columns * 2 * WORDS_OF_TILE, piece.steps, out, m->dim, rows, 0, piece.start > 0, NULL);
-        }
-    }
-    share_rest(m, own, piece, next, columns, room);
+    const plain_slots from = {piece.values.data + at * LINE_OF_TILE, piece.values.slot};
+    return (arranged_columns){from, room.values + at % 2 * STEPS * 2 * WORDS_OF_TILE, piece.count};
 }
 
-/* Adds what all queries have of a piece. */
-static void add_piece(const many *m, tiled_queries *own, piece_here piece, tile_rooms room)
+/* Adds what all queries have of a piece, columns by columns. */
+static void add_piece(const many *m, const tiled_queries *own, piece_here piece, tile_rooms room)
 {
-    begin_block(m, own, piece, 0, room);
-    share_rest(m, own, piece, 0, 0, room);
-    for (long block = 0; block < own->count; block += QUERIES_OF_BLOCK) {
-        begin_block(m, own, piece, block + QUERIES_OF_BLOCK, room);
-        add_block(m, own, piece, block, room);
+    const long columns = m->dim / QUERIES_OF_BLOCK, blocks = rounded_up(own->count, QUERIES_OF_BLOCK) / QUERIES_OF_BLOCK;
+    const arranged_columns begun = columns_of(piece, 0, room);
+    for (long step = 0; step < piece.steps; step++)
+        arrange_pairs(&begun, step, 0, STEP);
+    for (long at = 0; at < columns; at++) {
+        const arranged_columns next = columns_of(piece, at + 1, room);
+        const uint32_t *values = room.values + at % 2 * STEPS * 2 * WORDS_OF_TILE;
+        __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
+        for (long block = 0; block < blocks; block++) {
+            const long left = own->count - block * QUERIES_OF_BLOCK, rows = left < QUERIES_OF_BLOCK ? left : QUERIES_OF_BLOCK;
+            const uint32_t *shares = room.shares + block * STEPS * 2 * WORDS_OF_SHARES;
+            float *out = room.out + block * QUERIES_OF_BLOCK * m->dim + at * QUERIES_OF_BLOCK;
+            const long first = STEP * block / blocks, behind = STEP * (block + 1) / blocks;
+            use_tiles_of(rows);
+            if (rows > 1 && at + 1 < columns)
+                add_columns(shares, values, piece.steps, out, m->dim, rows, 1, piece.start > 0, &next, first, behind);
+            else if (rows > 1)
+                add_columns(shares, values, piece.steps, out, m->dim, rows, 1, piece.start > 0, NULL, 0, 0);
+            else
+                add_columns(shares, values, piece.steps, out, m->dim, rows, 0, piece.start > 0, at + 1 < columns ? &next : NULL, first,
+                            behind);
+        }
     }
 }
 
@@ -410,15 +527,18 @@ static void attend_in_tiles(const void *given, long number, int member)
     const tile_rooms room = tile_rooms_of(m, member);
     tiled_queries own = {unit, unit / m->kv_heads, unit % m->kv_heads, begin, (end < m->group ? end : m->group) - begin,
                          m->got ? m->shares + (unit * m->queries + begin) * m->stride : room.scores, m->got ? m->stride : STEP_SLOTS};
-    const long held = m->held[own.row];
     arrange_queries(m, &own, room);
     for (long query = 0; query < STEP_QUERIES; query++)
         own.tops[query] = -INFINITY;
-    for (long start = 0; start < held; start += STEP_SLOTS) {
-        const long count = held - start < STEP_SLOTS ? held - start : STEP_SLOTS;
-        const piece_here piece = {start, count, rounded_up(count, SLOTS_OF_STEP) / SLOTS_OF_STEP,
-                                  own.scores + (m->got ? start : 0) * LANES};
-        score_piece(m, &own, piece, room);
+    sharing beside;
+    piece_here next = piece_at(m, &own, 0, room);
+    score_piece(m, &own, next, room, NULL);
+    while (next.count) {
+        const piece_here piece = next;
+        next = piece_at(m, &own, piece.start + STEP_SLOTS, room);
+        begin_sharing(m, &own, piece, room, &beside);
+        score_piece(m, &own, next, room, &beside);
+        share_rest(&beside);
         add_piece(m, &own, piece, room);
     }
     finish_queries(m, &own, room);

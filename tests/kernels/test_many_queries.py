@@ -11,6 +11,7 @@ from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.operations import decode_attention
+from h2o_flexgen.kv.slots import Coding
 from tests.helpers.all_of import all_of
 from tests.kernels.test_cap import capped
 from tests.kernels.test_decode_attention import drawn
@@ -18,6 +19,7 @@ from tests.kernels.variants import VARIANTS, used
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (2, 1, 128, 70, 96), (3, 2, 17, 260, 32), (1, 1, 33, 9, 64), (1, 1, 161, 520, 32), (2, 1, 20, 33, 576), (1, 2, 40, 300, 40),
+    (1, 1, 64, 1030, 64),
 ]  # fmt: skip
 NEAR = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of the largest outcome: rounded once
 MISROUNDED = 0.02  # of outcomes in 16 bits, at most; of shares in 16 bits a tenth would be, or more
@@ -87,6 +89,34 @@ def test_bits_do_not_depend_on_strides_company_threads_or_what_is_gathered(
         for found in (turned, threaded, beside_others, tuple(torch.cat(one) for one in zip(*alone))):
             assert torch.equal(found[place], expected[place])
     assert torch.equal(ungathered[0], expected[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@all_of({"dtype": list(NEAR), "bits": [4, 8], "shape": [(3, 1, 20, 300, 96), (2, 2, 64, 513, 64), (1, 1, 128, 40, 576)]})
+def test_packed_latents_are_attended_as_what_they_decode_to(
+    variant: str, dtype: torch.dtype, bits: int, shape: tuple[int, ...]
+) -> None:
+    """As what they are in float32, or rounded to the type of the queries. And bits do not depend on company."""
+    q, keys, _, held, mask = drawn(shape, dtype)
+    kept = Coding(f"group{bits}", dtype, shape[4]).encode(keys)
+    decoded = [Coding(f"group{bits}", kind, shape[4]).decode(kept) for kind in (dtype, torch.float32)]
+    wanted = [exact(q, values, values, mask, None, None) for values in decoded]
+
+    def attended(rows: slice, gathers: str | None) -> tuple[Tensor, Tensor | None]:
+        slots = KVSlots(kept[rows], f"group{bits}")
+        with used(variant):
+            return decode_attention(q[rows], slots, slots, held[rows], mask[rows], gathers=gathers)
+
+    out, got = attended(slice(None), SUM)
+    assert got is not None and torch.equal(out, attended(slice(None), None)[0])
+    alone = [attended(slice(row, row + 1), MAX)[0] for row in range(shape[0])]
+    assert torch.equal(torch.cat(alone), out)
+    if dtype != torch.float32:
+        assert min(float((out != expected.to(dtype)).double().mean()) for expected, _ in wanted) < MISROUNDED
+    near = [float((out.double() - expected).abs().max() / expected.abs().max()) for expected, _ in wanted]
+    assert min(near) <= NEAR[dtype] + 3e-6
+    sums = [shares.sum(2) for _, shares in wanted]
+    assert min(float((got.double() - expected).abs().max() / expected.max()) for expected in sums) <= 1e-5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
