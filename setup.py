@@ -31,6 +31,11 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     BF16 = [*VNNI, "-mavx512bf16"]
     PROCESSORS |= {"avx512bf16": BF16, "avx512amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
 INTEL, REQUEST_FOR_TILES = "GenuineIntel", (158, 0x1023, 18)  # arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA
+LONGEST = (  # sources of which a compiler takes longest
+    *("stored_int8_product.c", "decode_attention.c", "chosen_attention.c", "stored_dots.c", "stored_decode.c"),
+    *("int8_product.c", "packed_slots.c", "tile_product.c", "choose_slots.c"),
+)
+INTRINSICS = "immintrin.h"  # a third of a second of every file, if it is read anew
 BUILD = "H2O_FLEXGEN_BUILD"  # names of some of them, or "all"
 OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3", "-g0"]  # a level in CFLAGS wins
 
@@ -75,31 +80,50 @@ REQUESTED = requested()
 def compiles(flags):
     """Whether the compiler knows these flags: older ones do not know the newest processors."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    command = [*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull]
+    return succeeds([*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull])
+
+
+def succeeds(command):
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     except OSError:
         return False
 
 
-def compile_beside(compiler, sources, **others):
-    """The object files of sources, several of which are compiled at once."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = [pool.submit(compiler.compile, [source], **others) for source in sources]
-    return [file for one in made for file in one.result()]
+def compile_beside(pool, compiler, sources, **others):
+    """The object files of sources, compiled in turn by the threads of a pool, first those that take longest."""
+    ordered = sorted(sources, key=lambda source: [Path(source).name != name for name in LONGEST])
+    made = {source: pool.submit(compiler.compile, [source], **others) for source in ordered}
+    return [file for source in sources for file in made[source].result()]
+
+
+def with_header_read(compiler, folder, args):
+    """The arguments with which a compiler takes what it has read of a header once, for all files of a library. One that cannot
+    do so reads the header itself."""
+    header = Path(folder) / "intrinsics.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    header.write_text(f"#include <{INTRINSICS}>\n")
+    command, with_it = [*compiler.compiler_so, *args], ["-include", str(header)]
+    tries = [["-c", "-x", "c-header", str(header), "-o", f"{header}.gch"], [*with_it, "-fsyntax-only", "-x", "c", os.devnull]]
+    return [*args, *with_it] if all(succeeds([*command, *more]) for more in tries) else args
 
 
 class BuildBeside(build_ext):
-    """Builds libraries beside each other. They have the same sources, so each has a folder of its own for what is compiled.
+    """Builds libraries beside each other: the files of all pass one pool. They have the same sources, so each has a folder for
+    what is compiled.
 
     A checkout is used where it is installed, so it gets what this processor runs. A wheel may go elsewhere, and gets all.
     """
 
     def finalize_options(self):
         super().finalize_options()
-        self.parallel = self.parallel or os.cpu_count()
+        self.jobs, self.parallel = self.parallel or os.cpu_count(), len(PROCESSORS)  # those of each library wait for the pool's
         names = REQUESTED or (for_this_processor() if self.inplace or self.editable_mode else [*PROCESSORS])
         self.extensions = [extension for extension in self.extensions if extension.name.rpartition("._")[2] in names]
+
+    def build_extensions(self):
+        with ThreadPoolExecutor(self.jobs) as self.pool:
+            super().build_extensions()
 
     def build_extension(self, ext):
         """A checkout that is installed again, with other extras, keeps the libraries that are younger than their sources."""
@@ -112,7 +136,9 @@ class BuildBeside(build_ext):
         own = copy(self)
         own.build_temp = os.path.join(self.build_temp, ext.name)
         own.compiler = copy(self.compiler)
-        own.compiler.compile = partial(compile_beside, self.compiler)
+        own.compiler.compile = partial(compile_beside, self.pool, self.compiler)
+        if any(flag.startswith("-mavx") for flag in ext.extra_compile_args):
+            ext.extra_compile_args = with_header_read(self.compiler, own.build_temp, ext.extra_compile_args)
         build_ext.build_extension(own, ext)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -179,6 +181,28 @@ def test_a_checkout_that_is_installed_again_compiles_what_has_changed_alone(tmp_
     for file, second in ((source, 3), (library, 2)):
         os.utime(file, (second, second))
     assert installed(3).startswith(b"\x7fELF")
+
+
+def test_sources_that_are_compiled_first_are_there() -> None:
+    named = re.findall(r'"(\w+\.c)"', (ROOT / "setup.py").read_text())
+    assert named and all((ROOT / "h2o_flexgen" / "kernels" / name).is_file() for name in named)
+
+
+NO_HEADERS = '#!/bin/sh\ncase "$*" in *c-header*) exit 1;; esac\nexec cc "$@"\n'
+
+
+@pytest.mark.skipif(shutil.which("cc") is None or platform.machine() != "x86_64", reason="there is no C compiler for AVX2 here")
+@pytest.mark.parametrize("keeps_headers", [True, False])
+def test_a_compiler_that_keeps_no_headers_reads_them_for_each_file(keeps_headers: bool, tmp_path: Path) -> None:
+    kernels, compiler = tmp_path / "h2o_flexgen" / "kernels", tmp_path / "cc"
+    kernels.mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (kernels / "one.c").write_text("#include <immintrin.h>\nint one(void) { return _mm_popcnt_u32(1); }\n")
+    compiler.write_text(NO_HEADERS)
+    compiler.chmod(0o755)
+    environment = {"H2O_FLEXGEN_BUILD": "avx2", "CC": shutil.which("cc") or "" if keeps_headers else str(compiler)}
+    python("-c", AGAIN, "made", "parts", folder=tmp_path, **environment)
+    assert len([*kernels.glob("*.so")]) == 1 and bool([*tmp_path.rglob("*.gch")]) == keeps_headers
 
 
 def test_the_help_a_plan_and_a_run_work_from_another_folder(installed: Path, tmp_path: Path) -> None:

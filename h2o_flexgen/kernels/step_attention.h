@@ -240,24 +240,11 @@ typedef struct {
     const int64_t *places; /* (rows, kv_heads, capacity): slots that are attended, as many as held; NULL: the first ones */
 } attention;
 
-/* Packed slots and queries of 16 bits: the same body for usual numbers of queries, which the compiler then knows. A group of
-   another size has its last queries with the next larger number, filled up with zeros. */
+/* Packed slots and queries of 16 bits (packed_slots.c): for 4 and 8 bits, for each number of queries that a function knows. */
 
 typedef void (*fixed_action)(const queries_of_head *h);
-
-#define FOR_QUERIES(QUERIES, BITS)                                                                                               \
-    static void score_##QUERIES##_by_##BITS(const queries_of_head *h) { score_packed(h, QUERIES, BITS); }                       \
-    static void sum_##QUERIES##_by_##BITS(const queries_of_head *h) { sum_packed(h, QUERIES, BITS); }
-#define FOR_BITS(BITS) FOR_QUERIES(1, BITS) FOR_QUERIES(2, BITS) FOR_QUERIES(4, BITS) FOR_QUERIES(8, BITS)
-
-FOR_BITS(4)
-FOR_BITS(8)
-
-#define FIXED_ACTIONS(WHAT, BITS) {WHAT##_1_by_##BITS, WHAT##_2_by_##BITS, WHAT##_4_by_##BITS, WHAT##_8_by_##BITS}
-
 typedef const fixed_action (*fixed_actions)[4];
-static const fixed_action scoring[2][4] = {FIXED_ACTIONS(score, 4), FIXED_ACTIONS(score, 8)};
-static const fixed_action summing[2][4] = {FIXED_ACTIONS(sum, 4), FIXED_ACTIONS(sum, 8)};
+extern const fixed_action scoring[2][4], summing[2][4];
 
 /* A single query is as fast in float32 where registers are wide enough for a table of a group's values, and integers would have no
    instruction for their products in the narrowest ones. */

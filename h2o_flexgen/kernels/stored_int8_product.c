@@ -431,12 +431,19 @@ static ALWAYS_INLINE integers dots_of(words codes, words x, int format)
 #endif
 }
 
+/* Narrow registers are many: unrolled, the loop over those of a tile would take a compiler half a minute. */
+#if LANES == 4
+#define UNROLL_WIDE _Pragma("GCC unroll 1")
+#else
+#define UNROLL_WIDE _Pragma("GCC unroll 4")
+#endif
+
 /* The dot products with a group of a tile, of each part. */
 static ALWAYS_INLINE void dots_of_tile(const stored_row *rows, long first, int format, int whole, const int8_t *x, int parts,
                                        integers (*dots)[PARTS])
 {
     const long to_next = next_tiles(rows->matrix);
-#pragma GCC unroll 4
+    UNROLL_WIDE
     for (int place = 0; place < PARTS; place++)
 #pragma GCC unroll 4
         for (int dword = 0; dword < X_DWORDS; dword += LANES) {
