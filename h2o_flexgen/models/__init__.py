@@ -183,7 +183,8 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
     own = text_part(_with_floats(values), lambda model_type: architecture(model_type).bounds, name)
     values = _without_own_keys(own)
     model_type = _check(values, name)
-    whole = whole_config(values, architecture(model_type).usual)
+    own_class = architecture(model_type)
+    whole = whole_config(values, own_class.usual, own_class.called)
     if whole is not None:
         return cast("Config", SimpleNamespace(**whole))
     from transformers import CONFIG_MAPPING

@@ -18,18 +18,28 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
     weights,
 )
+from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.kernels.operations import xielu
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import Decoder, Llama, MlpNames, Traits
+from h2o_flexgen.models.whole_configs import DECODERS, OFF, TEXT, Usual, end_of_text
 
 ACTIVATION = "mlp.act_fn"
 NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}  # of the activation, and their shapes
 
 
 class Arcee(Decoder):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **DECODERS,
+        "hidden_act": Usual("relu2", TEXT),
+        "rms_norm_eps": Usual(1e-5, (float,)),
+        "attention_bias": OFF,
+        "mlp_bias": OFF,
+        EOS: end_of_text(128001),
+    }
     gguf = replace(
         Llama.gguf,
         name="arcee",

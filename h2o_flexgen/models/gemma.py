@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from types import NoneType
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,11 +28,13 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     Said,
     weights,
 )
+from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.models.config_values import SOFTCAP, Bounds, Config, Whole
 from h2o_flexgen.models.llama import Decoder, NearRotated, Traits, head_width
 from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE, NormPlaces
-from h2o_flexgen.models.windows import FULL, kinds_in, windows_by_kind
+from h2o_flexgen.models.whole_configs import COUNT, DECODERS, OFF, ON, SEVERAL, TEXT, Usual, end_of_text
+from h2o_flexgen.models.windows import FULL, SLIDING, kinds_in, windows_by_kind
 
 AROUND = NormPlaces(
     behind_attention="post_attention_layernorm",
@@ -57,9 +60,26 @@ KEYS: Mapping[str, Said] = {  # of the second and the third
 TENSORS = weights(ATTENTION, MLP, FIRST_NORM, BEHIND_BOTH, {"ffn_norm": AROUND.before_mlp or ""})
 
 
+USUAL: Mapping[str, Usual] = {
+    **DECODERS,
+    "num_key_value_heads": Usual(16, (int,)),
+    "head_dim": Usual(256, (int,)),
+    "hidden_act": Usual(ACTIVATION, TEXT, only=(ACTIVATION,)),  # another name of an older release means it, too
+    "tie_word_embeddings": ON,
+    "attention_bias": OFF,
+    EOS: end_of_text(1),
+}
+CAP = (float, NoneType)
+
+
+def _every_second(values: Mapping[str, Any]) -> list[str]:
+    return [FULL if block % 2 else SLIDING for block in range(values["num_hidden_layers"])]
+
+
 class Gemma(Decoder):
     """The first, and what all have in common."""
 
+    usual: ClassVar[Mapping[str, Usual]] = USUAL
     gguf: ClassVar[GgufArchitecture | None] = GgufArchitecture(
         "gemma", OF_LLAMA, keys={"hidden_act": lambda said: ACTIVATION, "norms_are_whole": lambda said: True}
     )
@@ -78,6 +98,16 @@ class Gemma(Decoder):
 
 
 class Gemma2(Gemma):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **{key: one for key, one in USUAL.items() if key != "hidden_act"},
+        "hidden_activation": Usual(ACTIVATION, TEXT),
+        "num_key_value_heads": Usual(4, (int,)),
+        "query_pre_attn_scalar": Usual(256, (int,)),
+        "sliding_window": Usual(4096, COUNT),
+        "layer_types": Usual(None, SEVERAL, follows=_every_second),
+        "final_logit_softcapping": Usual(30.0, CAP),
+        "attn_logit_softcapping": Usual(50.0, CAP),
+    }
     bounds: ClassVar[Bounds] = {
         "query_pre_attn_scalar": Whole(MOST_WIDTH),
         "final_logit_softcapping": SOFTCAP,
@@ -106,6 +136,7 @@ class Gemma2(Gemma):
 
 
 class Gemma3(NearRotated, Gemma2):
+    usual: ClassVar[Mapping[str, Usual]] = {}  # its layers have two rotations, which transformers reads
     gguf = GgufArchitecture(
         "gemma3",
         {**TENSORS, **weights(HEAD_NORMS)},

@@ -38,6 +38,7 @@ from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import NearRotated, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts, Routed
 from h2o_flexgen.models.norms import RMS_WIDE
+from h2o_flexgen.models.whole_configs import Usual
 from h2o_flexgen.models.windows import FULL, SLIDING, kinds_in, windows_by_kind
 
 VALUES, SCALAR = "self_attn.v_proj", "layer_scalar"
@@ -49,6 +50,7 @@ OF_FAR = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_
 
 
 class Gemma4Dense(NearRotated, Gemma):
+    usual: ClassVar[Mapping[str, Usual]] = {}  # it reads more than the class above
     bounds: ClassVar[Bounds] = {
         "global_head_dim": Whole(MOST_HEAD_DIM),
         "num_global_key_value_heads": Whole(HEADS),

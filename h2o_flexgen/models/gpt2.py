@@ -20,6 +20,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
     weights,
 )
+from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, KVHeads, share_of
 from h2o_flexgen.kernels.operations import add_scaled
 from h2o_flexgen.models import layout, tensor_ops
@@ -30,6 +31,7 @@ from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, Decoder, Tra
 from h2o_flexgen.models.norms import LAYER, ONE_BEFORE
 from h2o_flexgen.models.phi3 import QKV, FusedQkv
 from h2o_flexgen.models.rotary import DEFAULT, Rope, Rotary
+from h2o_flexgen.models.whole_configs import COUNT, OFF, ON, TEXT, Usual, end_of_text
 
 CALLED = {
     "hidden_size": "n_embd",
@@ -82,6 +84,14 @@ class Gpt(Decoder):
 
 
 class Gpt2(FusedQkv, Gpt):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **dict.fromkeys(("scale_attn_weights", "tie_word_embeddings"), ON),
+        **dict.fromkeys(UNSUPPORTED, OFF),
+        "n_inner": Usual(None, COUNT),
+        "activation_function": Usual("gelu_new", TEXT),
+        "layer_norm_epsilon": Usual(1e-5, (float,)),
+        EOS: end_of_text(50256),
+    }
     rotates = False
     patterns: ClassVar[Mapping[str, str]] = {
         **OUTSIDE,

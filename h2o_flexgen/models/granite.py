@@ -8,10 +8,12 @@ from math import sqrt
 from typing import ClassVar
 
 from h2o_flexgen.checkpoints.stored_architecture import OF_LLAMA, OF_MIXTURES, GgufArchitecture, Said
+from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.models.config_values import Bounds, Config, Number
 from h2o_flexgen.models.llama import Decoder, Traits, head_width
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
+from h2o_flexgen.models.whole_configs import DECODERS, OFF, ONE, Usual, end_of_text
 
 EMBEDDING, ATTENTION, RESIDUAL = "embedding_multiplier", "attention_multiplier", "residual_multiplier"
 LOGITS = "logits_scaling"  # by which they are divided
@@ -49,7 +51,11 @@ def multiplied(config: Config, mlp_bias: bool = False) -> Traits:
     )
 
 
+USUAL: Mapping[str, Usual] = {**DECODERS, **dict.fromkeys(BOUNDS, ONE), "attention_bias": OFF, EOS: end_of_text(2)}
+
+
 class Granite(Decoder):
+    usual: ClassVar[Mapping[str, Usual]] = {**USUAL, "mlp_bias": OFF}
     bounds: ClassVar[Bounds] = BOUNDS
     gguf = IN_GGUF
 
@@ -59,6 +65,11 @@ class Granite(Decoder):
 
 
 class GraniteMoe(MixtureOfExperts):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **USUAL,
+        "num_local_experts": Usual(8, (int,)),
+        "num_experts_per_tok": Usual(2, (int,)),
+    }
     bounds: ClassVar[Bounds] = BOUNDS
     patterns: ClassVar[Mapping[str, str]] = {
         r"\.block_sparse_moe\.router(\.layer)?\.": ".mlp.gate.",

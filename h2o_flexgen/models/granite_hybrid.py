@@ -31,6 +31,7 @@ from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, MlpNa
 from h2o_flexgen.models.mamba import FULL, IN_FILES, KERNEL, KEYS, SCAN, SIZES, VECTORS, Mamba
 from h2o_flexgen.models.mixture import SHARED, Mixture
 from h2o_flexgen.models.phi3 import FUSED_STATES
+from h2o_flexgen.models.whole_configs import Usual
 
 INTO_SHARED, OUT_OF_SHARED = f"{SHARED}.gate_up_proj", f"{SHARED}.down_proj"
 ROTATED, FINETUNED = "rope", "rope.scaling.finetuned"
@@ -41,6 +42,7 @@ def _shared_width(said: GgufModel) -> int:
 
 
 class GraniteHybrid(Mamba, GraniteMoe):
+    usual: ClassVar[Mapping[str, Usual]] = {}  # it reads more than the class above
     bounds: ClassVar[Bounds] = {
         **GraniteMoe.bounds,
         **SIZES,

@@ -16,7 +16,7 @@ from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import QUERY_SHARE, Rotary
-from h2o_flexgen.models.whole_configs import MISTRAL
+from h2o_flexgen.models.whole_configs import COUNT, LEFT, MISTRAL, NUMBERS, Usual
 from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
@@ -70,6 +70,15 @@ class Ministral3(Decoder):
 
 
 class Mixtral(MixtureOfExperts):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **MISTRAL,
+        "rms_norm_eps": Usual(1e-5, (float,)),
+        "rope_theta": Usual(1e6, NUMBERS),
+        "sliding_window": Usual(None, COUNT),
+        "num_local_experts": Usual(8, (int,)),
+        "num_experts_per_tok": Usual(2, (int,)),
+        "num_experts": LEFT,
+    }
     patterns: ClassVar[Mapping[str, str]] = PATTERNS_OF_MIXTRAL
     gguf = replace(
         Llama.gguf,

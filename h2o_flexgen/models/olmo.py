@@ -4,7 +4,10 @@ is LLaMA with experts, where all heads are normalised at once, too, and then lim
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import NoneType
+from typing import ClassVar
 
 from h2o_flexgen.checkpoints.stored_architecture import (
     ATTENTION,
@@ -17,16 +20,24 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     GgufArchitecture,
     weights,
 )
+from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.llama import Decoder, NearRotated, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 from h2o_flexgen.models.norms import BEHIND, LAYER_BARE
+from h2o_flexgen.models.whole_configs import DECODERS, LEFT, OFF, Usual, end_of_text
 from h2o_flexgen.models.windows import kinds_in, windows_by_kind
 
 EPS = 1e-5  # of the first, which no config says
 
 
+USUAL: Mapping[str, Usual] = {**DECODERS, "attention_bias": OFF, EOS: end_of_text(50279)}
+CLIPPED = {"clip_qkv": Usual(None, (float, int, NoneType))}
+NORMED = {"rms_norm_eps": Usual(1e-5, (float,))}
+
+
 class Olmo(Decoder):
+    usual: ClassVar[Mapping[str, Usual]] = {**USUAL, **CLIPPED}
     gguf = GgufArchitecture(
         "olmo",
         weights(ATTENTION, MLP),
@@ -45,6 +56,7 @@ class Olmo(Decoder):
 
 
 class Olmo2(Decoder):
+    usual: ClassVar[Mapping[str, Usual]] = {**USUAL, **NORMED}
     gguf = GgufArchitecture("olmo2", weights(ATTENTION, MLP, BEHIND_BOTH, HEAD_NORMS), has_window=False)
 
     @staticmethod
@@ -70,6 +82,15 @@ class Olmo3(NearRotated):
 
 
 class Olmoe(MixtureOfExperts):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **USUAL,
+        **NORMED,
+        **CLIPPED,
+        "num_experts": Usual(64, (int,)),
+        "num_experts_per_tok": Usual(8, (int,)),
+        "norm_topk_prob": OFF,
+        "num_local_experts": LEFT,
+    }
     gguf = GgufArchitecture(
         "olmoe",
         {**OF_MIXTURES, **weights(HEAD_NORMS)},

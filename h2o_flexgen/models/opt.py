@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
+from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.core.model_spec import MOST_WIDTH, LayerSpec, ModelSpec
 from h2o_flexgen.kernels.operations import add_scaled
 from h2o_flexgen.models import layout, tensor_ops
@@ -13,11 +15,19 @@ from h2o_flexgen.models.base import Given, InHalves, Weights
 from h2o_flexgen.models.config_values import Bounds, Config, Whole
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
+from h2o_flexgen.models.whole_configs import COUNT, OFF, ON, TEXT, Usual, end_of_text
 
 POSITION_OFFSET = 2  # the first rows of the position table belong to padding, which is never embedded here
 
 
 class OPT(InHalves):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **dict.fromkeys(("enable_bias", "layer_norm_elementwise_affine", "do_layer_norm_before", "tie_word_embeddings"), ON),
+        "_remove_final_layer_norm": OFF,
+        "activation_function": Usual("relu", TEXT),
+        "word_embed_proj_dim": Usual(None, COUNT, follows=lambda values: values["hidden_size"]),
+        EOS: end_of_text(2),
+    }
     bounds: ClassVar[Bounds] = {
         "ffn_dim": Whole(MOST_WIDTH, is_required=True),
         "intermediate_size": Whole(MOST_WIDTH),

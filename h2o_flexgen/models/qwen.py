@@ -31,7 +31,17 @@ from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
-from h2o_flexgen.models.whole_configs import QWEN2, QWEN3
+from h2o_flexgen.models.whole_configs import (
+    COUNT,
+    FLAG,
+    OFF,
+    ON,
+    OWN_SWITCH,
+    QWEN2,
+    QWEN3,
+    SEVERAL,
+    Usual,
+)
 from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
@@ -40,6 +50,13 @@ KEYS_OF_EXPERTS: Mapping[str, Said] = {
     "moe_intermediate_size": lambda said: said.expert_width,
     "decoder_sparse_step": lambda said: 1,
     "mlp_only_layers": lambda said: [],
+}
+
+
+USUAL_EXPERTS: Mapping[str, Usual] = {
+    "decoder_sparse_step": Usual(1, (int,)),
+    "mlp_only_layers": Usual(None, SEVERAL),
+    "norm_topk_prob": OFF,
 }
 
 
@@ -83,6 +100,17 @@ class QwenMoe(MixtureOfExperts):
 
 
 class Qwen2Moe(QwenMoe):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **QWEN2,
+        **USUAL_EXPERTS,
+        "num_key_value_heads": Usual(16, COUNT),
+        OWN_SWITCH: Usual(False, FLAG, only=(False,)),
+        "qkv_bias": ON,
+        "num_experts": Usual(60, (int,)),
+        "num_experts_per_tok": Usual(4, (int,)),
+        "moe_intermediate_size": Usual(1408, (int,)),
+        "shared_expert_intermediate_size": Usual(5632, (int,)),
+    }
     gguf: ClassVar[GgufArchitecture | None] = GgufArchitecture(
         "qwen2moe",
         {
@@ -117,6 +145,16 @@ class Qwen2Moe(QwenMoe):
 
 
 class Qwen3Moe(QwenMoe):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **QWEN3,
+        **USUAL_EXPERTS,
+        "num_key_value_heads": Usual(4, (int,)),
+        "head_dim": Usual(None, COUNT),
+        "num_experts": Usual(128, (int,)),
+        "num_experts_per_tok": Usual(8, (int,)),
+        "moe_intermediate_size": Usual(768, (int,)),
+    }
+    called: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}  # in files that transformers writes
     gguf = GgufArchitecture(
         "qwen3moe",
         {**OF_MIXTURES, **weights(HEAD_NORMS), **biases(ATTENTION)},

@@ -4,7 +4,7 @@ queries. Norms count from one, but for that of the delta rule's outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -34,6 +34,7 @@ from h2o_flexgen.models.mixture import Mixture
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE
 from h2o_flexgen.models.qwen import SHARED, SHARED_GATE, Qwen2Moe
+from h2o_flexgen.models.whole_configs import Usual
 
 LINEAR, FULL = "linear_attention", "full_attention"  # what configs call blocks with the delta rule, and with attention
 CONVOLVED, MATRIX = "inputs", "matrix"  # the states of a row
@@ -265,6 +266,7 @@ class Qwen35(DeltaNet):
 
 
 class DeltaNetMoe(DeltaNet, Qwen2Moe):
+    usual: ClassVar[Mapping[str, Usual]] = {}  # it reads more than the class above
     bounds: ClassVar[Bounds] = {**Qwen2Moe.bounds, **SIZES}
     gguf: ClassVar[GgufArchitecture | None] = None
 

@@ -15,13 +15,25 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
     weights,
 )
+from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.models.config_values import Bounds, Config, Number
 from h2o_flexgen.models.llama import Decoder, Traits
 from h2o_flexgen.models.norms import LAYER
+from h2o_flexgen.models.whole_configs import COUNT, DECODERS, ON, TEXT, Usual, end_of_text
 from h2o_flexgen.models.windows import same_windows
 
 
 class Starcoder2(Decoder):
+    usual: ClassVar[Mapping[str, Usual]] = {
+        **{key: one for key, one in DECODERS.items() if key != "rms_norm_eps"},
+        "num_key_value_heads": Usual(2, (int,)),
+        "hidden_act": Usual("gelu_pytorch_tanh", TEXT),
+        "norm_epsilon": Usual(1e-5, (float,)),
+        "sliding_window": Usual(None, COUNT),
+        "use_bias": ON,
+        "tie_word_embeddings": ON,
+        EOS: end_of_text(50256),
+    }
     bounds: ClassVar[Bounds] = {"norm_epsilon": Number(0.0, 1.0)}
     patterns: ClassVar[Mapping[str, str]] = {r"\.mlp\.c_fc\.": ".mlp.up_proj.", r"\.mlp\.c_proj\.": ".mlp.down_proj."}
     gguf = GgufArchitecture(

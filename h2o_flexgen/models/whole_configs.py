@@ -29,27 +29,38 @@ class Usual(NamedTuple):
     """What a key of a config means where it is missing."""
 
     value: object
-    kinds: tuple[type, ...]  # of the values that it may have
+    kinds: tuple[type, ...]  # of the values that it may have; none: what it says is left to transformers
+    only: tuple[object, ...] = ()  # the values that are understood here; nothing: all of these kinds
+    follows: Callable[[Mapping[str, Any]], object] | None = None  # from the config, where it is missing or null
+
+    def understands(self, value: object) -> bool:
+        return type(value) in self.kinds and (not self.only or value in self.only)
 
 
-FLAG, COUNT, SEVERAL, NUMBERS = (bool,), (int, NoneType), (list, NoneType), (int, float)
-OFF = Usual(False, FLAG)
+FLAG, COUNT, SEVERAL, NUMBERS, TEXT = (bool,), (int, NoneType), (list, NoneType), (int, float), (str,)
+OFF, ON, ONE = Usual(False, FLAG), Usual(True, FLAG), Usual(1.0, NUMBERS)
+LEFT = Usual(None, ())  # another name of a key, which transformers translates
+
+
+def end_of_text(token: int | None) -> Usual:
+    return Usual(token, (int, list, NoneType))
+
 
 DECODERS: Mapping[str, Usual] = {
     "num_key_value_heads": Usual(None, COUNT),
     "head_dim": Usual(None, COUNT),
-    "hidden_act": Usual("silu", (str,)),
+    "hidden_act": Usual("silu", TEXT),
     "rms_norm_eps": Usual(1e-6, (float,)),
     "rope_theta": Usual(10000.0, NUMBERS),
     "tie_word_embeddings": OFF,
     **dict.fromkeys(ROPES, Usual(None, (dict, NoneType))),
 }
-LLAMA: Mapping[str, Usual] = {**DECODERS, "attention_bias": OFF, "mlp_bias": OFF, EOS: Usual(2, (int, list, NoneType))}
+LLAMA: Mapping[str, Usual] = {**DECODERS, "attention_bias": OFF, "mlp_bias": OFF, EOS: end_of_text(2)}
 MISTRAL: Mapping[str, Usual] = {
     **DECODERS,
     "num_key_value_heads": Usual(8, (int,)),
     "sliding_window": Usual(4096, COUNT),
-    EOS: Usual(2, (int, list, NoneType)),
+    EOS: end_of_text(2),
 }
 QWEN2: Mapping[str, Usual] = {
     **DECODERS,
@@ -58,18 +69,24 @@ QWEN2: Mapping[str, Usual] = {
     "sliding_window": Usual(4096, COUNT),
     "max_window_layers": Usual(28, (int,)),
     "layer_types": Usual(None, SEVERAL),
-    EOS: Usual(None, (int, list, NoneType)),
+    EOS: end_of_text(None),
 }
 QWEN3: Mapping[str, Usual] = {**QWEN2, "head_dim": Usual(128, (int,)), "attention_bias": OFF}
 
 
-def whole_config(values: Mapping[str, Any], usual: Mapping[str, Usual]) -> dict[str, Any] | None:
-    """A config with all that it means, if all that it says is understood here."""
+def whole_config(
+    values: Mapping[str, Any], usual: Mapping[str, Usual], called: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
+    """A config with all that it means, if all that it says is understood here. `called`: the usual names of keys -> its own."""
     if not usual or _has_labels(values) or not _rotates_plainly(values) or not _are_kinds_of_layers(values):
         return None
-    if any(type(values[key]) not in one.kinds for key, one in usual.items() if key in values):
+    if any(not one.understands(values[key]) for key, one in usual.items() if key in values):
         return None
-    whole = {**{key: one.value for key, one in usual.items()}, **values}
+    own = {key: values[name] for key, name in (called or {}).items() if name in values}
+    if any(values.get(key, value) != value for key, value in own.items()):
+        return None
+    whole = {**{key: one.value for key, one in usual.items()}, **values, **own}
+    whole |= {key: one.follows(whole) for key, one in usual.items() if one.follows and whole[key] is None}
     if OWN_SWITCH in usual and not whole[OWN_SWITCH]:
         whole["sliding_window"] = None
     return whole

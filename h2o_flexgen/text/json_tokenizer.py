@@ -1,7 +1,7 @@
 """Tokenizers of folders where tokenizer.json says all, by the library `tokenizers` alone: transformers takes seconds to import.
 
 transformers takes that file as it is, or builds a tokenizer anew from its vocabulary, by the class that tokenizer_config.json
-names. Both give the same tokens if the file has the parts that the class has. Whatever else a folder says is left to it."""
+names (`tokenizer_classes`). Whatever else a folder says is left to it."""
 
 from __future__ import annotations
 
@@ -10,48 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.core.files import read_document
-from h2o_flexgen.text.gguf_tokenizer import QWEN2
+from h2o_flexgen.text.piece_file import ADDED, said_by_pieces
+from h2o_flexgen.text.tokenizer_classes import LLAMA, ROLES, ROLES_OF_LLAMA, text_of, understood
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Rules
     from transformers import PreTrainedTokenizerBase
 
-RULES, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+RULES, PIECES, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"
+OLDER = "special_tokens_map.json"  # which names special tokens where the settings do not list those that were added
 LEFT_TO_TRANSFORMERS = ("tekken.json", "added_tokens.json", "additional_chat_templates")  # files
-SETTINGS_LEFT = ("auto_map", "fix_mistral_regex", "split_special_tokens", "add_prefix_space", "model_specific_special_tokens")
-ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-HAVE_TO_BE_SAID = ROLES[:3]  # otherwise a class has a token of its own there
+AROUND = ("single_word", "lstrip", "rstrip")  # whether a special token is found, and what of its neighbourhood belongs to it
 SEVERAL = ("extra_special_tokens", "additional_special_tokens")  # the first that is said counts
-AS_IT_IS = ("PreTrainedTokenizer", "TokenizersBackend")
-# Models with tokenizers that transformers changes, whatever class their files name, and those that have one class always.
-CHANGED: Mapping[str, str] = {
-    "qwen2": "Qwen2Tokenizer",
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "minimax_m2", "phi3", "mistral", "mixtral", "ministral", "ministral3"), ""),
-}
-SUFFIXES = "end_of_word_suffix", "continuing_subword_prefix"
-OF_MODELS = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges", *SUFFIXES)  # set where no class makes it
-
-
-class BuiltParts(NamedTuple):
-    """What a class has around its vocabulary, in the words of tokenizer.json."""
-
-    normalizer: object
-    pre_tokenizer: object
-
-
-def _of_bytes(finds_words: bool) -> dict[str, object]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "use_regex": finds_words}
-
-
-CUT = {"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False}
-BUILT_ANEW: Mapping[str, BuiltParts] = {
-    "GPT2Tokenizer": BuiltParts(None, _of_bytes(finds_words=True)),
-    "Qwen2Tokenizer": BuiltParts({"type": "NFC"}, {"type": "Sequence", "pretokenizers": [CUT, _of_bytes(finds_words=False)]}),
-}
 
 
 @dataclass(frozen=True)
@@ -128,19 +102,46 @@ class JsonTokenizer(WordTokenizer):
 def _read(folder: Path) -> JsonFiles | None:
     if any((folder / name).exists() for name in LEFT_TO_TRANSFORMERS):
         return None
-    rules_read = read_document(folder / RULES)
-    said, settings = json.loads(rules_read), json.loads(read_document(folder / SETTINGS))
-    special = {role: text for role in ROLES if (text := _text_of(settings.get(role))) is not None} | _named(settings)
-    if not (_is_understood(said, settings, _model_type(folder)) and _are_there(said, settings, special, folder)):
+    settings = json.loads(read_document(folder / SETTINGS))
+    file = read_document(folder / RULES).decode() if (folder / RULES).exists() else _of_pieces(folder, settings)
+    settings = settings if (folder / RULES).exists() else {**settings, ADDED: None}
+    said = json.loads(file)
+    known = understood(said, settings, _model_type(folder))
+    if known is None:
         return None
-    from tokenizers import Tokenizer
-
-    rules = Tokenizer.from_str(rules_read.decode())
-    rules.no_truncation()
-    rules.no_padding()
+    roles = {**known.roles, **{role: text_of(settings[role]) for role in ROLES if role in settings}}
+    special = {role: text for role, text in roles.items() if text is not None} | _named(settings)
+    unmarked = _unmarked(known.said, settings, special, folder)
+    if unmarked is None or (unmarked and not known.is_built):
+        return None
     own = folder / TEMPLATE
     template = own.read_text(encoding="utf-8") if own.is_file() else settings.get("chat_template")
+    rules = _rules(file if known.said is said else json.dumps(known.said), unmarked)
     return None if template is not None and not isinstance(template, str) else JsonFiles(folder, rules, special, template)
+
+
+def _of_pieces(folder: Path, settings: Mapping[str, Any]) -> str:
+    """What tokenizer.json would say of a file of SentencePiece."""
+    if settings["tokenizer_class"].removesuffix("Fast") != LLAMA or any(settings.get(key) for key in SEVERAL):
+        raise ValueError(f"{RULES} is missing")
+    older = folder / OLDER if settings.get(ADDED) is None else None
+    named = json.loads(read_document(older)) if older is not None and older.is_file() else {}
+    roles = {**ROLES_OF_LLAMA, **{role: own[role] for own in (settings, named) for role in ROLES if role in own}}
+    if any(isinstance(token, Mapping) and any(token.get(key) for key in AROUND) for token in roles.values()):
+        raise ValueError("a special token takes more of a text than itself")
+    texts = {role: text for role, token in roles.items() if (text := text_of(token)) is not None}
+    return json.dumps(said_by_pieces(read_document(folder / PIECES), settings, texts))
+
+
+def _rules(file: str, unmarked: Sequence[Mapping[str, Any]]) -> Rules:
+    from tokenizers import AddedToken, Tokenizer
+
+    made = Tokenizer.from_str(file)
+    made.no_truncation()
+    made.no_padding()
+    if unmarked:
+        made.add_special_tokens([AddedToken(**{**token, "special": True}) for token in unmarked])
+    return made
 
 
 def _model_type(folder: Path) -> object:
@@ -148,42 +149,19 @@ def _model_type(folder: Path) -> object:
     return json.loads(read_document(path)).get("model_type") if path.is_file() else None
 
 
-def _is_understood(said: Mapping[str, Any], settings: Mapping[str, Any], model_type: object) -> bool:
-    """Whether transformers would take tokenizer.json as it is, or build the same from it."""
-    if any(settings.get(key) for key in SETTINGS_LEFT):
-        return False
-    kind = settings["tokenizer_class"].removesuffix("Fast")
-    if isinstance(model_type, str) and CHANGED.get(model_type, kind) != kind:
-        return False
-    return kind in AS_IT_IS or (kind in BUILT_ANEW and _is_as_built(said, settings, BUILT_ANEW[kind]))
-
-
-def _is_as_built(said: Mapping[str, Any], settings: Mapping[str, Any], parts: BuiltParts) -> bool:
-    model = said["model"]
-    if (
-        model["type"] != "BPE"
-        or any(model.get(key) for key in OF_MODELS)
-        or any(role not in settings for role in HAVE_TO_BE_SAID)
-    ):
-        return False
-    found = BuiltParts(_bare(said["normalizer"]), _bare(said["pre_tokenizer"]))
-    return found == parts and said["decoder"]["type"] == "ByteLevel"
-
-
-def _bare(part: object) -> object:
-    """A part without what says nothing of its tokens."""
-    if isinstance(part, list):
-        return [_bare(one) for one in part]
-    return {key: _bare(one) for key, one in part.items() if key != "trim_offsets"} if isinstance(part, dict) else part
-
-
-def _are_there(said: Mapping[str, Any], settings: Mapping[str, Any], special: Mapping[str, str], folder: Path) -> bool:
-    """Whether all tokens that settings name are in tokenizer.json already, as what they are to be."""
+def _unmarked(
+    said: Mapping[str, Any], settings: Mapping[str, Any], special: Mapping[str, str], folder: Path
+) -> Sequence[Mapping[str, Any]] | None:
+    """The tokens with a role that tokenizer.json has, and does not mark as special; None if it lacks some, or if other files
+    say something else."""
     added = {str(token["id"]): {key: one for key, one in token.items() if key != "id"} for token in said["added_tokens"]}
-    if settings.get("added_tokens_decoder", added) != added:
-        return False
-    marked = {token["content"] for token in added.values() if token["special"]}
-    return marked.issuperset(special.values()) and marked.issuperset(_others(settings)) and _says_the_same(special, folder)
+    if settings.get(ADDED) not in (None, added) or not _says_the_same(special, folder):
+        return None
+    found = {token["content"]: token for token in added.values()}
+    if not all(token in found and found[token]["special"] for token in _others(settings)):
+        return None
+    named = [found.get(token) for token in special.values()]
+    return None if None in named else [token for token in named if token is not None and not token["special"]]
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -204,21 +182,14 @@ def _others(settings: Mapping[str, Any]) -> Iterator[str]:
     """Special tokens that stand in a list."""
     for key in SEVERAL:
         several = settings.get(key) or ()
-        yield from (_text_of(one) or "" for one in (several.values() if isinstance(several, dict) else several))
+        yield from (text_of(one) or "" for one in (several.values() if isinstance(several, dict) else several))
 
 
 def _says_the_same(special: Mapping[str, str], folder: Path) -> bool:
     """Whether the file in which older folders name special tokens names these."""
-    path = folder / "special_tokens_map.json"
+    path = folder / OLDER
     if not path.is_file():
         return True
     named = json.loads(read_document(path))
     said = {key: own for key, own in named.items() if key in ROLES or _is_named(key, own)}
-    return not isinstance(named.get(SEVERAL[0]), dict) and all(special.get(key) == _text_of(own) for key, own in said.items())
-
-
-def _text_of(token: object) -> str | None:
-    """Tokens are texts, or have one among what else is said of them."""
-    if isinstance(token, Mapping):
-        return str(token["content"])
-    return None if token is None else str(token)
+    return not isinstance(named.get(SEVERAL[0]), dict) and all(special.get(key) == text_of(own) for key, own in said.items())

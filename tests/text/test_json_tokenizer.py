@@ -7,17 +7,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Rules
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+from transformers import AutoTokenizer, GemmaTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
+from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS, TOKENIZER_MAPPING_NAMES
 
+from h2o_flexgen.models import MODELS
+from h2o_flexgen.models.whole_configs import TEXT_PARTS
+from h2o_flexgen.text import tokenizer_classes
 from h2o_flexgen.text.json_tokenizer import JsonFiles, JsonTokenizer
 from h2o_flexgen.text.load_tokenizer import FolderTokenizer, load_tokenizer
 from h2o_flexgen.text.tokenizer import ChatInput
+from h2o_flexgen.text.tokenizer_classes import AS_IT_IS, OF_ONE_CLASS, OF_THE_NAMED_CLASS, TAKEN_AS_THEY_ARE
 from tests.helpers.real_tokenizers import SENTENCES, TEXTS, VOCABS, save_byte_fallback, save_byte_level
 from tests.helpers.tiny import save_tiny
 
@@ -42,13 +48,64 @@ def saved_by(kind: type[Any], folder: Path) -> None:
     kind(vocab=vocab, merges=merges, **ROLES).save_pretrained(folder)
 
 
+def saved_as(kind: str, folder: Path, model_type: str | None = None, **settings: Any) -> None:
+    """Pieces of characters with merges, as files of LLaMA have them, and settings that name a class."""
+    save_byte_fallback(folder)
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    said, known = (json.loads(file.read_text()) for file in files)
+    for left, right in (("▁", "h"), ("h", "e"), ("l", "l"), ("he", "ll"), ("▁he", "ll"), ("▁", "he")):
+        said["model"]["merges"].append([left, right])
+        said["model"]["vocab"].setdefault(left + right, len(said["model"]["vocab"]))
+    settings = {key: value for key, value in {**known, "tokenizer_class": kind, **settings}.items() if value is not None}
+    for file, values in zip(files, (said, settings)):
+        file.write_text(json.dumps(values))
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+
+def marked(token: int, text: str, **more: bool) -> dict[str, dict[str, Any]]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {str(token): {"content": text, **flags, "special": True, **more}}
+
+
+def save_gemma(folder: Path) -> None:
+    """Its class has a token for masks that this file does not mark as special."""
+    pieces = [f"<{role}>" for role in ("pad", "eos", "bos", "unk", "mask")] + [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += ["▁", *map(chr, range(33, 127)), "he", "ll", "hell", "▁hell"]
+    vocab = {piece: at for at, piece in enumerate(pieces)}
+    GemmaTokenizer(vocab=vocab, merges=[("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "hell")]).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    said = json.loads(file.read_text())
+    said["added_tokens"] = [{**token, "special": token["content"] != "<mask>"} for token in said["added_tokens"]]
+    file.write_text(json.dumps(said))
+    settings = folder / "tokenizer_config.json"
+    known = {key: value for key, value in json.loads(settings.read_text()).items() if key != "mask_token"}
+    settings.write_text(json.dumps(known))
+
+
+NORMALIZED = {**marked(0, "<unk>"), **marked(1, "<s>", normalized=True), **marked(2, "</s>", normalized=True, lstrip=True)}
 SAVED: dict[str, Callable[[Path], None]] = {
     "as it is": save_byte_level,
     "with a template": save_with_template,
     "pieces": save_byte_fallback,
     "gpt2": lambda folder: saved_by(GPT2Tokenizer, folder),
     "qwen2": lambda folder: saved_by(Qwen2Tokenizer, folder),
+    "neox": lambda folder: saved_by(GPTNeoXTokenizer, folder),
+    "gemma": save_gemma,
+    "llama": lambda folder: saved_as("LlamaTokenizer", folder, "llama"),
+    "llama, every piece": lambda folder: saved_as("LlamaTokenizerFast", folder, legacy=True, add_prefix_space=True),
+    "llama, no space": lambda folder: saved_as("LlamaTokenizer", folder, "llama", add_prefix_space=False),
+    "llama, no roles": lambda folder: saved_as("LlamaTokenizer", folder, bos_token=None, eos_token=None, unk_token=None),
+    "llama, other marks": lambda folder: saved_as("LlamaTokenizer", folder, "llama", added_tokens_decoder=NORMALIZED),
+    "mistral": lambda folder: saved_as("LlamaTokenizer", folder, "mistral", add_prefix_space=True),
+    "phi3": lambda folder: saved_as("LlamaTokenizerFast", folder, "phi3", add_bos_token=False),
+    "llama of bytes": lambda folder: (save_byte_level(folder), renamed(folder, "LlamaTokenizerFast"))[-1],
 }
+
+
+def renamed(folder: Path, kind: str) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": kind}))
 
 
 @pytest.mark.parametrize("kind", SAVED)
@@ -56,7 +113,7 @@ def test_texts_and_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -
     SAVED[kind](tmp_path)
     ours, theirs = load_tokenizer(tmp_path, None, 400), FolderTokenizer(tmp_path)
     assert isinstance(ours, JsonTokenizer)
-    for text in (*TEXTS, *SENTENCES, "it's 1234 <s>x</s> y", ""):
+    for text in (*TEXTS, *SENTENCES, "it's 1234 <s>x</s> y", "hello</s> hell</s>\nhell <mask>hell<bos>hell", ""):
         assert (made := ours.encode(text)) == theirs.encode(text) and ours.encode_more(text) == theirs.encode_more(text)
         assert [ours.decode(made, special) for special in (True, False)] == [
             theirs.decode(made, special) for special in (True, False)
@@ -125,6 +182,20 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "a normalizer": ("gpt2", lambda said, settings: said.update(normalizer={"type": "NFC"})),
     "words as they are": ("qwen2", of_model("ignore_merges", True)),
     "no role": ("gpt2", lambda said, settings: settings.pop("unk_token")),
+    "another start": ("neox", lambda said, settings: said.update(post_processor=BEFORE_TEXTS)),
+    "a token of the class": ("gemma", lambda said, settings: said["added_tokens"].pop()),
+    "no pieces": ("gemma", of_model("byte_fallback", False)),
+    "another unknown token": ("gemma", of_model("unk_token", "<pad>")),
+    "another decoder": ("gemma", lambda said, settings: said.update(decoder={"type": "Fuse"})),
+    "no token is added": ("llama", lambda said, settings: settings.update(added_tokens_decoder={})),
+    "a model of words": ("llama", of_model("type", "WordLevel")),
+    "spaces before bytes": ("llama of bytes", lambda said, settings: settings.update(add_prefix_space=True)),
+}
+BEFORE_TEXTS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
 }
 
 
@@ -141,11 +212,113 @@ def test_what_transformers_alone_understands_is_left_to_it(change: str, tmp_path
     assert JsonFiles.of(tmp_path) is None
 
 
-@pytest.mark.parametrize(("model_type", "is_read"), [("llama", True), ("phi3", False), ("qwen2", False)])
-def test_models_whose_tokenizers_transformers_changes_are_left_to_it(model_type: str, is_read: bool, tmp_path: Path) -> None:
-    save_byte_level(tmp_path)
+def save_pieces(folder: Path, texts: tuple[str, ...], settings: dict[str, Any]) -> None:
+    """A folder with a file of SentencePiece, and none of the library. Some pieces are marked, one is the user's own."""
+    pytest.importorskip("google.protobuf")
+    proto = import_module("transformers.convert_slow_tokenizer").import_protobuf().ModelProto()
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "[INST]": 4, "<mark>": 3, **{f"<0x{byte:02X}>": 6 for byte in range(256)}}
+    for place, (text, kind) in enumerate({**kinds, **dict.fromkeys(texts, 1)}.items()):
+        proto.pieces.add(piece=text, score=-float(place), type=kind)
+    proto.trainer_spec.model_type = 2
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **settings}))
+
+
+WORDS = ("aa", "aaa", "he", "ll", "hell", "▁h", "▁he", "▁hell", "lo", "ello", "▁", "é", "日", "日本")
+LETTERS = (*map(chr, range(33, 127)), *WORDS)
+OF_PIECES: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "start": {"add_bos_token": True, "legacy": True},
+    "both": {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": False, "unk_token": None},
+    "listed": {"add_bos_token": True, "added_tokens_decoder": {**marked(1, "<s>", rstrip=True), **marked(3, "[INST]")}},
+}
+
+
+@pytest.mark.parametrize("settings", OF_PIECES)
+@pytest.mark.parametrize("older", [{}, {"eos_token": {"content": "</s>", "lstrip": False, "normalized": True}}], ids=str)
+def test_files_of_pieces_make_the_tokens_of_transformers(
+    settings: str, older: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_pieces(tmp_path, LETTERS, OF_PIECES[settings])
+    if older:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    reader = import_module("transformers.convert_slow_tokenizer")
+    monkeypatch.setattr(reader, "requires_backends", lambda *needed: None)  # sentencepiece, of which it uses nothing
+    ours, theirs = load_tokenizer(tmp_path, None, 400), FolderTokenizer(tmp_path)
+    assert isinstance(ours, JsonTokenizer)
+    for text in (*TEXTS, *SENTENCES, "aaaa aaa hello[INST] hello </s> hello<mark>hell <s> hello", ""):
+        assert (made := ours.encode(text)) == theirs.encode(text) and ours.encode_more(text) == theirs.encode_more(text)
+        assert [ours.decode(made, special) for special in (True, False)] == [
+            theirs.decode(made, special) for special in (True, False)
+        ]
+    assert ours.encode_pair("hello", "hell") == theirs.encode_pair("hello", "hell")
+    assert ours.special_tokens == theirs.special_tokens and ours.eos_ids == theirs.eos_ids
+
+
+def test_files_of_pieces_that_are_broken_or_say_more_are_left_to_transformers(tmp_path: Path) -> None:
+    save_pieces(tmp_path, LETTERS, {})
+    assert JsonFiles.of(tmp_path) is not None
+    whole = (tmp_path / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(whole[:-1])
+    assert JsonFiles.of(tmp_path) is None
+    save_pieces(tmp_path, ("a" * 513,), {})
+    assert JsonFiles.of(tmp_path) is None
+    stripped = {"content": "</s>", "lstrip": True}
+    for settings in (
+        {"tokenizer_class": "T5Tokenizer"},
+        {"pad_token": "<pad>"},
+        {"eos_token": stripped},
+        {"extra_special_tokens": ["<mark>"]},
+    ):
+        save_pieces(tmp_path, LETTERS, settings)
+        assert JsonFiles.of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "is_read"),
+    [
+        ("as it is", "llama", True),
+        ("as it is", "phi3", True),
+        ("as it is", "qwen2", False),
+        ("qwen2", "qwen3", True),
+        ("qwen2", "qwen3_5", False),
+        ("llama", "internlm2", False),
+        ("neox", "another", False),
+    ],
+)
+def test_models_whose_tokenizers_transformers_changes_are_left_to_it(
+    kind: str, model_type: str, is_read: bool, tmp_path: Path
+) -> None:
+    SAVED[kind](tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert (JsonFiles.of(tmp_path) is not None) == is_read
+
+
+def test_large_vocabularies_of_mistral_are_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SAVED["mistral"](tmp_path)
+    assert JsonFiles.of(tmp_path) is not None
+    monkeypatch.setattr(tokenizer_classes, "LARGE", 100)
+    assert JsonFiles.of(tmp_path) is None
+
+
+def test_files_of_llama_are_left_to_a_release_of_transformers_that_takes_them_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, is_read in (("llama", False), ("mistral", False), ("gemma", True), ("as it is", True)):
+        SAVED[kind](tmp_path / kind)
+        monkeypatch.setattr(tokenizer_classes, "version", lambda name: "4.57.1")
+        assert (JsonFiles.of(tmp_path / kind) is not None) == is_read
+        monkeypatch.undo()
+
+
+def test_which_class_a_model_has_is_what_transformers_means() -> None:
+    names = {kind: (TOKENIZER_MAPPING_NAMES.get(kind) or "").removesuffix("Fast") for kind in (*MODELS, *TEXT_PARTS)}
+    taken = {kind for kind, name in names.items() if name in (*AS_IT_IS, "MistralCommonBackend")}
+    one = {kind: name for kind, name in names.items() if kind in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS}
+    assert taken == set(TAKEN_AS_THEY_ARE)
+    assert {kind: name for kind, name in one.items() if kind not in taken} == OF_ONE_CLASS
+    assert not set(OF_THE_NAMED_CLASS).intersection((*taken, *OF_ONE_CLASS)) and names.keys() >= set(OF_THE_NAMED_CLASS)
 
 
 def test_older_folders_name_special_tokens_in_a_file_of_its_own(tmp_path: Path) -> None:

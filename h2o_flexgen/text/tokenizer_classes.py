@@ -1,0 +1,200 @@
+"""What transformers makes of a tokenizer.json, by the class that a folder names. It takes the file as it is, or builds a
+tokenizer anew from its vocabulary. Both give the same tokens if the file has the parts that the class has. The class of LLaMA
+has other parts than its files, from release 5 on: they take the place of the file's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from h2o_flexgen.text.gguf_tokenizer import QWEN2, QWEN35, SPACE_MARK
+from h2o_flexgen.text.piece_file import ADDED
+
+SETTINGS_LEFT = ("auto_map", "fix_mistral_regex", "split_special_tokens", "model_specific_special_tokens")
+ADDS_SPACE = "add_prefix_space"
+ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+AS_IT_IS = ("PreTrainedTokenizer", "TokenizersBackend")
+# Models of which transformers takes the file as it is, whatever class a folder names; those that have one class, whatever it
+# names; and those that have the named class, even one with parts of its own.
+TAKEN_AS_THEY_ARE = (
+    *("mistral", "mixtral", "ministral", "ministral3", "mistral3", "phi3", "ernie4_5", "ernie4_5_moe", "minimax_m2"),
+    *(
+        "kimi_linear",
+        "granite",
+        "granitemoe",
+        "granitemoehybrid",
+        "stablelm",
+        "olmo2",
+        "olmo3",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+    ),
+)
+OF_ONE_CLASS: Mapping[str, str] = {
+    "qwen2": "Qwen2Tokenizer",
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
+}
+OF_THE_NAMED_CLASS = (
+    *("llama", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_neox", "olmo", "olmoe", "mpt"),
+    *("falcon", "deepseek_v2", "deepseek_v3", "smollm3", "arcee", "apertus", "bamba"),
+)
+REBUILT_FROM = 5  # the release of transformers that builds tokenizers of LLaMA with other parts than their files have
+LARGE = 100_000  # tokens: of larger vocabularies of Mistral transformers says that their rule may be wrong
+SUFFIXES = "end_of_word_suffix", "continuing_subword_prefix"
+OF_MODELS = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges", *SUFFIXES)
+LLAMA, OF_BYTES = "LlamaTokenizer", "ByteLevel"
+ROLES_OF_LLAMA: Mapping[str, str] = dict(zip(ROLES, ("<s>", "</s>", "<unk>")))
+
+
+def _cut_at(pattern: str) -> dict[str, object]:
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return _in_order("pretokenizers", cut, _of_bytes(finds_words=False))
+
+
+def _of_bytes(finds_words: bool) -> dict[str, object]:
+    return {"type": OF_BYTES, ADDS_SPACE: False, "use_regex": finds_words}
+
+
+def _in_order(name: str, *parts: Mapping[str, object]) -> dict[str, object]:
+    return {"type": "Sequence", name: [*parts]}
+
+
+def _replacing(text: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
+
+
+BEFORE_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+JOINED = (_replacing(SPACE_MARK, " "), {"type": "ByteFallback"}, {"type": "Fuse"})
+STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+OF_PIECES = {"fuse_unk": True, "byte_fallback": True}
+COMPOSED = {"type": "NFC"}
+
+
+@dataclass(frozen=True)
+class BuiltParts:
+    """What a class has around its vocabulary, in the words of tokenizer.json."""
+
+    normalizer: object
+    pre_tokenizer: object
+    decoder: object = field(default_factory=lambda: {"type": OF_BYTES})
+    model: Mapping[str, object] = field(default_factory=dict)  # what it says of BPE beside its vocabulary
+    names_unknown: bool = False  # to the model
+    roles: Mapping[str, str] = field(default_factory=dict)  # its tokens where a folder says nothing of them
+    have_to_be_said: tuple[str, ...] = ()
+    adds_tokens: bool = True  # to texts, as the file says
+
+    def are_in(self, said: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+        """Whether a file has them already."""
+        unknown = text_of(settings.get("unk_token", self.roles.get("unk_token"))) if self.names_unknown else None
+        wanted, model = {**self.model, "unk_token": unknown}, said["model"]
+        found = [_bare(said["normalizer"]), _bare(said["pre_tokenizer"]), _of_decoder(said["decoder"])]
+        return (
+            model["type"] == "BPE"
+            and all((model.get(key) or None) == wanted.get(key) for key in OF_MODELS)
+            and found == [self.normalizer, self.pre_tokenizer, self.decoder]
+            and (self.adds_tokens or not (said["post_processor"] or {}).get("special_tokens"))
+        )
+
+
+OF_QWEN = BuiltParts(COMPOSED, _cut_at(QWEN2), have_to_be_said=ROLES[:3])
+BUILT_ANEW: Mapping[str, BuiltParts] = {
+    "GPT2Tokenizer": BuiltParts(None, _of_bytes(finds_words=True), have_to_be_said=ROLES[:3]),
+    "Qwen2Tokenizer": OF_QWEN,
+    "Qwen3_5Tokenizer": replace(OF_QWEN, pre_tokenizer=_cut_at(QWEN35)),
+    "GPTNeoXTokenizer": BuiltParts(
+        COMPOSED,
+        _of_bytes(finds_words=True),
+        roles={**dict.fromkeys(ROLES[:3], "<|endoftext|>"), "pad_token": "<|padding|>"},
+        adds_tokens=False,
+    ),
+    "GemmaTokenizer": BuiltParts(
+        _replacing(" ", SPACE_MARK),
+        BEFORE_SPACES,
+        _in_order("decoders", *JOINED),
+        OF_PIECES,
+        names_unknown=True,
+        roles={f"{role}_token": f"<{role}>" for role in ("unk", "bos", "eos", "pad", "mask")},
+    ),
+}
+ANY_MODEL = ("GPT2Tokenizer", *OF_ONE_CLASS.values())  # that names these has them
+
+
+class Understood(NamedTuple):
+    """What transformers makes of tokenizer.json."""
+
+    said: Mapping[str, Any]
+    is_built: bool = False  # anew: then tokens with a role are special ones
+    roles: Mapping[str, str] = {}  # tokens of which the settings say nothing
+
+
+def understood(said: Mapping[str, Any], settings: Mapping[str, Any], model_type: object) -> Understood | None:
+    """None: transformers alone knows."""
+    kind = settings["tokenizer_class"].removesuffix("Fast")
+    is_rebuilt = int(version("transformers").partition(".")[0]) >= REBUILT_FROM
+    if any(settings.get(key) for key in SETTINGS_LEFT) or OF_ONE_CLASS.get(str(model_type), kind) != kind:
+        return None
+    if kind in AS_IT_IS or (is_rebuilt and model_type in TAKEN_AS_THEY_ARE):
+        return None if _is_changed(said, settings, model_type) else Understood(said)
+    if kind not in ANY_MODEL and model_type not in (None, *OF_THE_NAMED_CLASS):
+        return None
+    if kind == LLAMA and is_rebuilt:
+        return _of_llama(said, settings)
+    parts = BUILT_ANEW.get(kind)
+    if parts is None or settings.get(ADDS_SPACE) or any(role not in settings for role in parts.have_to_be_said):
+        return None
+    return Understood(said, is_built=True, roles=parts.roles) if parts.are_in(said, settings) else None
+
+
+def _is_changed(said: Mapping[str, Any], settings: Mapping[str, Any], model_type: object) -> bool:
+    """Whether a file that is taken may be changed then, or be warned of."""
+    adds_space = settings.get(ADDS_SPACE) and ADDS_SPACE in (said["pre_tokenizer"] or {})
+    is_mistral = isinstance(model_type, str) and model_type.startswith(("mistral", "ministral", "mixtral"))
+    return bool(adds_space) or (is_mistral and len(said["model"]["vocab"]) > LARGE)
+
+
+def _of_llama(said: Mapping[str, Any], settings: Mapping[str, Any]) -> Understood | None:
+    """The library takes files with bytes as they are. In others a pre-tokenizer marks spaces, not a normalizer."""
+    if OF_BYTES in _kinds((said["pre_tokenizer"], said["decoder"], said["normalizer"], said["post_processor"])):
+        return None if _is_changed(said, settings, None) else Understood(said)
+    model, adds_space = said["model"], settings.get(ADDS_SPACE) is not False
+    if model["type"] != "BPE":
+        return None
+    scheme = ("always" if settings.get("legacy") else "first") if adds_space else "never"
+    anew: dict[str, Any] = {
+        **said,
+        "model": {**model, **dict.fromkeys(OF_MODELS), **OF_PIECES, "ignore_merges": False},
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": scheme, "split": False},
+        "decoder": _in_order("decoders", *JOINED, *([STRIPPED] if adds_space else [])),
+    }
+    if (added := settings.get(ADDED)) is not None:
+        anew["added_tokens"] = [{"id": token, **added[str(token)]} for token in sorted(map(int, added))]
+    return Understood(anew, is_built=True, roles=ROLES_OF_LLAMA)
+
+
+def _kinds(part: object) -> set[object]:
+    """The types of all parts within some."""
+    if isinstance(part, Mapping):
+        return {part.get("type")}.union(*map(_kinds, part.values()))
+    return set().union(*map(_kinds, part)) if isinstance(part, (list, tuple)) else set()
+
+
+def _of_decoder(part: Mapping[str, object]) -> object:
+    return {"type": OF_BYTES} if part["type"] == OF_BYTES else part
+
+
+def _bare(part: object) -> object:
+    """A part without what says nothing of its tokens."""
+    if isinstance(part, list):
+        return [_bare(one) for one in part]
+    return {key: _bare(one) for key, one in part.items() if key != "trim_offsets"} if isinstance(part, dict) else part
+
+
+def text_of(token: object) -> str | None:
+    """Tokens are texts, or have one among what else is said of them."""
+    if isinstance(token, Mapping):
+        return str(token["content"])
+    return None if token is None else str(token)
