@@ -63,9 +63,11 @@ class Arena(NamedTuple):
     def of(cls, sizes: Iterable[int]) -> Arena:
         """Tensors of these sizes, one after the other: large ones start at a page, the others at a cache line."""
         starts, end = [], 0
-        for nbytes in sizes:
-            starts.append(_start_behind(end, nbytes))
-            end = starts[-1] + nbytes
+        for nbytes in sizes:  # of a model with experts there are thousands, so no function is called for each
+            alignment = ALIGNMENT if nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT
+            start = -(-end // alignment) * alignment
+            starts.append(start)
+            end = start + nbytes
         return cls(tuple(starts), aligned(end))
 
 

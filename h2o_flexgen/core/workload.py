@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -90,21 +90,25 @@ class Batch:
     def parts(self, tokens: int) -> tuple[Batch, ...]:
         """Neighbouring rows that have their prompts read together: at most `tokens` with padding and echo, or one row. A
         longer prompt is a part of its own, and computed piece by piece."""
+        return tuple(map(self.only, self._places_of_parts(tokens)))
+
+    def _places_of_parts(self, tokens: int) -> list[range]:
         starts, longest = [0], 0
         for place, length in enumerate(self.lengths):
             longest = max(longest, length)
             if place > starts[-1] and self.readings * (place + 1 - starts[-1]) * longest > tokens:
                 starts.append(place)
                 longest = length
-        return tuple(self.only(range(start, end)) for start, end in pairwise([*starts, self.size]))
+        return [range(start, end) for start, end in pairwise([*starts, self.size])]
 
     def kinds_of_parts(self, tokens: int) -> Mapping[Batch, int]:
         """The distinct parts, apart from their places in the input, and how many of each there are."""
         if tokens not in self._kinds:
-            counts: Counter[Batch] = Counter()
-            for part in self.parts(tokens):
-                counts[part.anywhere] += 1
-            self._kinds[tokens] = counts
+            before, alike = self.before, dict[object, list[range]]()
+            for part in self._places_of_parts(tokens):
+                own = slice(part.start, part.stop)
+                alike.setdefault((self.lengths[own], before[own]), []).append(part)
+            self._kinds[tokens] = {self.only(parts[0]).anywhere: len(parts) for parts in alike.values()}
         return self._kinds[tokens]
 
     @cached_property

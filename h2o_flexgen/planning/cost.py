@@ -222,14 +222,12 @@ class Cost:
 
     def _bytes_by_layer(self, step: int, nbytes: Callable[[TensorSpec], int], *tiers: str) -> tuple[int, ...]:
         spec, placed = self.planned.spec_at(step), self.planned.placement.weights
-        if (spec is self.spec, tiers) not in self._known_weights:
+        key = Cost._bytes_by_layer, self.planned.plan.weights, tiers
+        if key not in spec.worked_out:
             found = ([tensor for tensor in layer.stored if placed[tensor.name] in tiers] for layer in spec.layers)
-            self._known_weights[spec is self.spec, tiers] = tuple(sum(map(nbytes, own)) for own in found)
-        return self._known_weights[spec is self.spec, tiers]
-
-    @cached_property
-    def _known_weights(self) -> dict[tuple[bool, tuple[str, ...]], tuple[int, ...]]:
-        return {}
+            spec.worked_out[key] = tuple(sum(map(nbytes, own)) for own in found)
+        known: tuple[int, ...] = spec.worked_out[key]
+        return known
 
     def _hidden_bytes(self, task: Task | Key) -> int:
         """Bytes of the hidden states that come from the layer before, or that go to the next."""

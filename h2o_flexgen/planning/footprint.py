@@ -140,7 +140,7 @@ def _place_bytes(planned: BlockPlan) -> int:
 def views_and_pieces(planned: BlockPlan) -> tuple[int, int]:
     """Views and pieces of tensors, as many as a block keeps at most: in each buffer that a layer meets."""
     schedule, traffic = planned.schedule, planned.schedule.traffic
-    met = schedule.ways(any(map(traffic.moves_weights, range(traffic.layers))), False, traffic.batches)
+    met = schedule.ways(traffic.moves_any_weights, False, traffic.batches)
     pieces = _worked_out(_read_pieces, planned, DISK) + _cuts(schedule) * traffic.layers
     return met * _worked_out(_viewed, planned), met * pieces
 
@@ -155,14 +155,17 @@ def _viewed(planned: BlockPlan) -> int:
 
 
 def _read_pieces(planned: BlockPlan, tier: str) -> int:
-    placed = planned.placement.weights
-    layers = (layer for form in planned.spec.forms for layer in form.layers)
-    return sum(1 + one.nbytes // CHUNK_BYTES for layer in layers for one in layer.stored if placed[one.name] == tier)
+    total = 0
+    for form in planned.spec.forms:
+        for (_, placed), alike in layers_by_tiers(form, planned.plan, planned.placement.weights).items():
+            there = (one for one, place in zip(form.layers[alike[0]].stored, placed) if place == tier)
+            total += len(alike) * sum(1 + one.nbytes // CHUNK_BYTES for one in there)
+    return total
 
 
 def _worked_out(function: Callable[..., int], planned: BlockPlan, *tiers: str) -> int:
     """The parts that depend on the weights alone: they are the same for all blocks of a model with the same shares."""
-    key, known = (function, planned.plan.weights, tiers), planned.spec.worked_out
+    key, known = (function, planned.plan.weights if tiers else None, tiers), planned.spec.worked_out
     if key not in known:
         known[key] = function(planned, *tiers)
     found: int = known[key]

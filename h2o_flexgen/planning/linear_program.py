@@ -36,7 +36,7 @@ ROUNDS = 3  # rounds of solving, each anchored at the answers before
 LACKING = 1e6  # seconds per whole limit that is missing: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
 BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that do not depend on buffers
-FOUND = (*BOUNDS, "whole")  # and those that do not depend on what stays
+FOUND = (*BOUNDS, "whole", "footprints")  # and those that do not depend on what stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -70,7 +70,14 @@ class Case:
         return BlockPlan.of(self.spec, plan, self.block, self.site)
 
     def footprint(self, plan: Plan) -> Footprint:
-        return footprint(self.planned(plan), self.site)
+        if plan not in self.footprints:
+            self.footprints[plan] = footprint(self.planned(plan), self.site)
+        return self.footprints[plan]
+
+    @cached_property
+    def footprints(self) -> dict[Plan, Footprint]:
+        """What is known already: rounds of solving often end at the same plan."""
+        return {}
 
     # -- time ----------------------------------------------------------------------------------------------------------
 

@@ -192,10 +192,13 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     if len(wanted) == 1:
         return (wanted[0][0],) * len(sizes)
     placed, total, places = [0] * len(wanted), 0, list[int]()
+    others = [*enumerate(share for _, share in wanted)][1:]
     for size in sizes:
         total += size
-        lacking = [share * total - there for (_, share), there in zip(wanted, placed)]
-        place = lacking.index(max(lacking))  # among equals the first, which is the fastest
+        place, most = 0, wanted[0][1] * total - placed[0]
+        for other, share in others:
+            if (lacking := share * total - placed[other]) > most:  # among equals the first, which is the fastest
+                place, most = other, lacking
         placed[place] += size
         places.append(place)
     return tuple([wanted[place][0] for place in places])
@@ -220,8 +223,10 @@ def _placed_weights(sizes: Mapping[str, int], shares: Shares, outsized: Sequence
         if tier is not None:
             first[name] = tier
             left[tier] -= sizes[name]
+    if not first:
+        return dict(zip(sizes, spread(list(sizes.values()), shares)))
     rest = {name: size for name, size in sizes.items() if name not in first}
-    of_rest = Shares(*(room / (sum(rest.values()) or 1) for room in left.values())) if first else shares
+    of_rest = Shares(*(room / (sum(rest.values()) or 1) for room in left.values()))
     placed = first | dict(zip(rest, spread(list(rest.values()), of_rest)))
     return {name: placed[name] for name in sizes}
 

@@ -144,11 +144,10 @@ def graph_count(planned: BlockPlan, guesses: bool = False) -> int:
 
 def _graphs_of_a_layer(planned: BlockPlan, guesses: bool) -> int:
     schedule, traffic = planned.schedule, planned.schedule.traffic
-    moves_weights = any(map(traffic.moves_weights, range(traffic.layers)))
     of_rows = any(traffic.moves_kv(*place) for place in traffic.kv)
     of_rows = of_rows or any(traffic.moves_state(*place) for place in traffic.state)
     ways = 1 + len(GUESSED_AT_ONCE) if guesses and not traffic.accelerator else 1
-    return traffic.batches * schedule.ways(moves_weights, of_rows) * ways
+    return traffic.batches * schedule.ways(traffic.moves_any_weights, of_rows) * ways
 
 
 def calls_of_experts(planned: BlockPlan, site: Site, guesses: bool = False) -> int:

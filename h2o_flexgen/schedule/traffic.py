@@ -103,6 +103,12 @@ class Traffic:
         """True if weights are moved for a layer in any step."""
         return any(self.reads_weights(step, layer) or self.loads_weights(step, layer) for step in (0, 1))
 
+    @property
+    def moves_any_weights(self) -> bool:
+        """True if weights are moved for any layer in any step."""
+        moved = (on_disk or (self.accelerator and on_host) for on_disk, on_host in map(self._weights_of, (0, 1)))
+        return any(map(bool, moved))
+
     def is_beside(self, layer: int, batch: int) -> bool:
         """True if the host attends this KV in decode. The device attends prompts, and what is kept of them goes to the host."""
         return self.accelerator and self.attends_on_host and self.kv.get((layer, batch), DEVICE) != DEVICE
@@ -162,7 +168,7 @@ class Traffic:
 
     def spares_passes(self, batch: int) -> bool:
         """Whether a step that takes several tokens of a row is a pass fewer that moves less: weights come for each pass."""
-        return self.takes_several(batch) and any(map(self.moves_weights, range(self.layers)))
+        return self.takes_several(batch) and self.moves_any_weights
 
     def moves_state(self, layer: int, batch: int) -> bool:
         return self._moves(self.state.get((layer, batch), DEVICE))

@@ -55,7 +55,7 @@ class OpenedModel:
     folder: Path | None  # None: weights are random, and no file of them is read
     checkpoint: Checkpoint | None
     adapters: Adapters = NO_ADAPTERS  # that are merged into it
-    _specs: dict[tuple[object, ...], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
+    _specs: dict[tuple[object, ...], dict[tuple[str, str], ModelSpec]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -109,11 +109,15 @@ class OpenedModel:
         return _method(self.config)
 
     def spec(self, plan: Plan) -> ModelSpec:
-        forms = plan.weight_codec, plan.kv_codec, plan.compute, plan.state_dtype
-        kind = plan.sep_layer, plan.attend_on, plan.policy.keeps_all, plan.draft, forms
-        if kind not in self._specs:
-            self._specs[kind] = self.model(plan).spec
-        return self._specs[kind]
+        """Its sizes. Those that differ in how KV is kept or products are made share what is worked out of weights."""
+        weights = plan.sep_layer, plan.attend_on, plan.policy.keeps_all, plan.draft, plan.weight_codec, plan.state_dtype
+        alike, kind = self._specs.setdefault(weights, {}), (plan.kv_codec, plan.compute)
+        if kind not in alike:
+            spec = self.model(plan).spec
+            if alike:
+                vars(spec)["worked_out"] = next(iter(alike.values())).worked_out
+            alike[kind] = spec
+        return alike[kind]
 
     def model(self, plan: Plan) -> Model:
         """The model's layers as functions, with their shapes."""
