@@ -137,7 +137,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--their-rows", type=int, nargs="+", default=[1, 16, 64], help="of llama.cpp")
     add("--graphs", default="auto", help="of ours: what is recorded of hundreds of rows may be more than --memory has room for")
     add("--rows-at-once", type=int, default=512, help="of ours, in a batch")
-    add("--buffers", type=int, default=BUFFERS, help="of ours: each has room for the states of a batch's rows in a layer, too")
+    add("--buffers", type=int, default=BUFFERS, help="of ours: of states there are fewer where few layers have some")
     add("--resident", type=float, metavar="PERCENT", help="of our weights, in memory (default: what fits beside the rest)")
     add("--steps", type=int, default=4, help="decode steps that are timed")
     add("--repeats", type=int, default=1)

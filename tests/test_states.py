@@ -4,7 +4,7 @@ what is foreseen; a state that is another one's, or of another step, is found.""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import pytest
 
+from h2o_flexgen.cli.report import lines_of
 from h2o_flexgen.cli.report.plan_report import PlanReport
 from h2o_flexgen.core.buffer_layout import region_bytes
 from h2o_flexgen.core.option import options_of
-from h2o_flexgen.core.site import HOST, Site
+from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.row_states import OpenStates, StateStore
@@ -26,10 +27,11 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
+from h2o_flexgen.planning.kv_rooms import StateRooms
 from h2o_flexgen.planning.plan import BFLOAT16, STATE_DTYPES, Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.ops import Key, Op, Task
+from h2o_flexgen.schedule.ops import Data, Key, Op, Task
 from tests import test_conversation as talks
 from tests import test_pipeline as pipelines
 from tests import test_stream as stream
@@ -376,6 +378,32 @@ def test_what_is_held_on_each_tier_is_what_is_counted(checkpoints: Checkpoints, 
             assert planned.footprint.parts["host"]["state buffers"] > 0
     heads, inputs = 4 * 24 * 16 * 4, 3 * (2 * 2 * 24 + 4 * 16) * 4
     assert counted == [2 * 2 * -(-2 * (heads + inputs) // 4096) * 4096] * 2  # two layers, two batches, two rows
+
+
+@pytest.mark.parametrize("device", ["cpu", "pretended"])
+def test_layers_without_states_take_no_buffers_for_them(
+    device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of eight layers have some. All that is allocated is counted, and no more."""
+    case, made = Case("qwen3-5-moe", ON_DISK, EQUAL, num_gpu_batches=1, buffers=4, device=device), []
+    allocate = StateStore._allocate_rings
+
+    def noted(store: StateStore, held: ExitStack, rooms: StateRooms) -> None:
+        allocate(store, held, rooms)
+        rings = store._host_ring, store._device_ring
+        made.append([[ring[place].nbytes for place in range(len(ring))] for ring in rings])
+
+    monkeypatch.setattr(StateStore, "_allocate_rings", noted)
+    with case.open(checkpoints, offload) as llm:
+        planned = llm.check(Workload(case.lengths, case.gen_len))
+        compare(case, checkpoints, *generate_with(llm, case))
+        said = lines_of(PlanReport.of(llm.loaded, planned).entries())
+    schedule = planned.blocks.first.schedule
+    assert any(" 4 buffers for weights, 5 for KV and activations and 2 for states," in line for line in said)
+    assert schedule.buffers_of(Data.STATE) == 2 < schedule.buffers == 5
+    assert [*map(len, made[-1])] == [2, 2 * (device != "cpu")]
+    counted = [planned.footprint.parts.get(tier, {}).get("state buffers", 0) for tier in (HOST, DEVICE)]
+    assert [*map(sum, made[-1])] == counted
 
 
 def test_states_in_bf16_take_half_of_what_is_held_and_moved(checkpoints: Checkpoints, offload: Path) -> None:

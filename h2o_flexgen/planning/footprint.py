@@ -35,7 +35,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import KVRooms, StateRooms
 from h2o_flexgen.planning.placement import Place, layers_by_tiers
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, guesses_bytes, loading_bytes
-from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
+from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE, Data
 from h2o_flexgen.schedule.schedule import Schedule
 
 WEIGHTS = "weights"  # the part that holds weights at rest
@@ -140,7 +140,8 @@ def _place_bytes(planned: BlockPlan) -> int:
 def views_and_pieces(planned: BlockPlan) -> tuple[int, int]:
     """Views and pieces of tensors, as many as a block keeps at most: in each buffer that a layer meets."""
     schedule, traffic = planned.schedule, planned.schedule.traffic
-    met = schedule.ways(traffic.moves_any_weights, False, traffic.batches)
+    moved = (Data.WEIGHTS,) if traffic.moves_any_weights else ()
+    met = schedule.ways(*moved, batches=traffic.batches)
     pieces = _worked_out(_read_pieces, planned, DISK) + _cuts(schedule) * traffic.layers
     return met * _worked_out(_viewed, planned), met * pieces
 
@@ -229,7 +230,7 @@ def _add_level(
 ) -> None:
     """Adds the KV of one level: what lies at rest, notes of its slots, and buffers. `there`: of places that are alike one, and
     how many there are."""
-    traffic, buffers = planned.schedule.traffic, planned.schedule.buffers
+    traffic, buffers = planned.schedule.traffic, planned.schedule.buffers_of(Data.KV)
     if planned.block.only_reads:  # in one place for all layers and batches
         layouts = [layout for layout, _ in there.values()]
         parts[compute]["KV"] += region_bytes(max(layout.image_bytes for layout in layouts))
@@ -251,7 +252,7 @@ def _add_level(
 
 def _add_states(parts: Parts, planned: BlockPlan, compute: str) -> None:
     """Adds the states of rows, at rest and in buffers."""
-    traffic, buffers, layouts = planned.schedule.traffic, planned.schedule.buffers, planned.states
+    traffic, buffers, layouts = planned.schedule.traffic, planned.schedule.buffers_of(Data.STATE), planned.states
     if planned.block.only_reads:  # in one place for all layers and batches
         parts[compute]["states"] += max((region_bytes(layout.nbytes) for layout in layouts.values()), default=0)
         return
@@ -273,9 +274,10 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
         parts[compute]["activation buffers"] += passed * nbytes
     moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:
-        parts[compute]["activation buffers"] += schedule.buffers * max(moved)
+        parts[compute]["activation buffers"] += schedule.buffers_of(Data.HIDDEN) * max(moved)
     if DISK in schedule.traffic.hidden:
-        parts[HOST]["activation buffers"] += (schedule.buffers if compute == DEVICE else 0) * max(moved) + max(moved)
+        staged = schedule.buffers_of(Data.HIDDEN) if compute == DEVICE else 0
+        parts[HOST]["activation buffers"] += (staged + 1) * max(moved)
 
 
 def _prefix_bytes(planned: BlockPlan, scored_at_once: int) -> int:

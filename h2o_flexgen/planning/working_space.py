@@ -48,6 +48,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
 from h2o_flexgen.policies.recall import ALL, INDEX, attended, index_bytes
+from h2o_flexgen.schedule.ops import OF_ROWS, Data
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
@@ -144,10 +145,12 @@ def graph_count(planned: BlockPlan, guesses: bool = False) -> int:
 
 def _graphs_of_a_layer(planned: BlockPlan, guesses: bool) -> int:
     schedule, traffic = planned.schedule, planned.schedule.traffic
-    of_rows = any(traffic.moves_kv(*place) for place in traffic.kv)
-    of_rows = of_rows or any(traffic.moves_state(*place) for place in traffic.state)
+    weights = (Data.WEIGHTS,) if traffic.moves_any_weights else ()
+    layers = {data: {layer for layer, _ in traffic.moved_places(data)} for data in OF_ROWS}
+    kinds = {tuple(data for data in OF_ROWS if layer in layers[data]) for layer in set().union(*layers.values())}
+    met = max(schedule.ways(*weights, *of_rows) for of_rows in kinds or {()})
     ways = 1 + len(GUESSED_AT_ONCE) if guesses and not traffic.accelerator else 1
-    return traffic.batches * schedule.ways(traffic.moves_any_weights, of_rows) * ways
+    return traffic.batches * met * ways
 
 
 def calls_of_experts(planned: BlockPlan, site: Site, guesses: bool = False) -> int:

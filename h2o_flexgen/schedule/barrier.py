@@ -27,7 +27,7 @@ class FlexGenBarrier(BlockOrder):
 
     def tasks(self) -> Iterator[Task]:
         issue = Issuer(self)
-        before = [*issue.fetched(Data.WEIGHTS, 0), *issue.of_rows(*range(self._rows_ahead))]
+        before = [*issue.fetched(Data.WEIGHTS, 0), *issue.of_rows(*range(self.rows_ahead))]
         yield from before
         for number in range(self.traffic.visits):
             barrier = tuple(task.key for task in before)
@@ -49,9 +49,9 @@ class FlexGenBarrier(BlockOrder):
             yield from issue.stored(number - 1)
         if number % batches == 0:
             yield from issue.fetched(Data.WEIGHTS, number + batches)
-        yield from issue.of_rows(number + self._rows_ahead)
+        yield from issue.of_rows(number + self.rows_ahead)
         yield from issue.fetched(Data.HIDDEN, number + min(1, batches - 1))
 
     @property
-    def _rows_ahead(self) -> int:
+    def rows_ahead(self) -> int:
         return min(1, self.traffic.layers * self.traffic.batches - 1)

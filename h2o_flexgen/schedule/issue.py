@@ -200,8 +200,7 @@ class Issuer:
 
     def _buffer(self, ring: str, link: ChainLink, visit: Visit) -> tuple[str, int, int]:
         """A buffer of a ring. Every device has rings of its own."""
-        number = self._schedule.weight_buffer(visit) if link.data is Data.WEIGHTS else self._schedule.buffer(visit)
-        return ring, self._traffic.lanes.device(visit.layer), number
+        return ring, self._traffic.lanes.device(visit.layer), self._schedule.buffer_of(link.data, visit)
 
     def _chains(self, visit: Visit) -> Chains:
         """The chains of a visit, which for a layer and batch are the same in all steps but the first two and the last."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from h2o_flexgen.schedule.issue import Issuer
-from h2o_flexgen.schedule.ops import Data, Task, Visit
+from h2o_flexgen.schedule.ops import OF_ROWS, Data, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 
 
@@ -111,8 +111,9 @@ class Pipeline(Schedule):
         layer, place = divmod(rest - group.start * len(layers), len(group))
         return Visit(step, layers.start + layer, group.start + place)
 
-    def ways(self, of_weights: bool, of_rows: bool, batches: int = 1) -> int:
-        """The most there can be: devices have different numbers of layers."""
+    def ways(self, *moved: Data, batches: int = 1) -> int:
+        """The most there can be: devices have different numbers of layers. KV and states have buffers of the same numbers."""
+        of_weights, of_rows = Data.WEIGHTS in moved, not {*OF_ROWS}.isdisjoint(moved)
         return (self.weight_buffers if of_weights else 1) * (self.buffers if of_rows else 1)
 
     def weight_number(self, step: int, layer: int, batch: int) -> int:
@@ -122,8 +123,8 @@ class Pipeline(Schedule):
     def weight_batch(self, batch: int) -> int:
         return self.groups[self._group_of[batch]].start
 
-    def buffer(self, visit: Visit) -> int:
-        return self._own_number(visit) % self.buffers
+    def buffer_of(self, data: Data, visit: Visit) -> int:
+        return self.weight_buffer(visit) if data is Data.WEIGHTS else self._own_number(visit) % self.buffers
 
     @property
     def buffers(self) -> int:

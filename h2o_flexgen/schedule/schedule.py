@@ -1,8 +1,8 @@
 """The schedule as data: an order of visits, and generators of Task(op, step, layer, batch, needs).
 
 Visits are numbered in compute order, so "the next" is always `+ 1` and no wrap-around has to be treated. Data that does not
-live where it is computed with passes through rings of *buffers* (visit number modulo their count), and a buffer is used again
-only after a *declared* need.
+live where it is computed with passes through rings of *buffers* (the number of the visit, or of the user, modulo their count),
+and a buffer is used again only after a *declared* need.
 
 Four readers share these objects: `check` proves them sound, `simulate` prices them, the executor runs them, the trace draws
 them.
@@ -11,11 +11,14 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
-from h2o_flexgen.schedule.ops import MOVED, Data, Key, Op, Task, Visit
+from h2o_flexgen.schedule.ops import MOVED, OF_ROWS, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.traffic import Traffic
 
 
@@ -55,7 +58,7 @@ class Schedule(ABC):
 
     @property
     def buffers(self) -> int:
-        """Buffers for KV, and for hidden states."""
+        """Buffers for what moves in every visit."""
         return self.traffic.buffers
 
     @property
@@ -108,19 +111,29 @@ class Schedule(ABC):
 
     # -- what is where -----------------------------------------------------------------------------------------------
 
-    def buffer(self, visit: Visit) -> int:
-        return self.number(*visit) % self.buffers
+    def buffers_of(self, data: Data) -> int:
+        """Buffers of each ring of a kind of data."""
+        return self.weight_buffers if data is Data.WEIGHTS else self.buffers
+
+    def buffer_of(self, data: Data, visit: Visit) -> int:
+        """The buffer through which data of a visit passes, in each of its rings."""
+        return self.weight_buffer(visit) if data is Data.WEIGHTS else self.number(*visit) % self.buffers
 
     def weight_buffer(self, visit: Visit) -> int:
         return self.weight_number(*visit) % self.weight_buffers
 
-    def ways(self, of_weights: bool, of_rows: bool, batches: int = 1) -> int:
-        """The number of ways in which the buffers of a layer, and of the first batches, meet: those of weights, of KV and
-        states, or pairs of both. A layer meets the others of a ring only where their number and that of layers have no common
+    def ways(self, *moved: Data, batches: int = 1) -> int:
+        """The number of ways in which the buffers of these kinds of data meet in a layer, and in those of weights of the first
+        batches. A layer meets all buffers of a ring only where their number and that of its users in a step have no common
         divisor."""
-        steps = range(min(self.traffic.steps, self.weight_buffers * self.buffers))
+        first = {data: next(self.traffic.moved_places(data)) for data in moved if data in OF_ROWS}
+        steps = range(min(self.traffic.steps, prod(map(self.buffers_of, moved))))
         visits = (Visit(step, 0, batch) for step in steps for batch in range(min(batches, self.traffic.batches)))
-        return len({(of_weights and self.weight_buffer(visit), of_rows and self.buffer(visit)) for visit in visits})
+
+        def met(data: Data, visit: Visit) -> int:
+            return self.buffer_of(data, Visit(visit.step, *first[data]) if data in first else visit)
+
+        return len({tuple(met(data, visit) for data in moved) for visit in visits})
 
     def touches(self, task: Task | Key) -> list[Touch]:
         """The buffers that a task works in. A buffer has one user at a time: that is what `check` proves."""
@@ -132,8 +145,7 @@ class Schedule(ABC):
             number = self.weight_number if data is Data.WEIGHTS else self.number
             rings = self.traffic.rings(data, visit)
             own = self.traffic.computed_in(data, visit) if computes else task.op.works_in(rings)
-            buffer = self.weight_buffer(visit) if data is Data.WEIGHTS else self.buffer(visit)
-            touched += [Touch(self._own(ring, visit.layer), buffer, number(*visit)) for ring in own]
+            touched += [Touch(self._own(ring, visit.layer), self.buffer_of(data, visit), number(*visit)) for ring in own]
         return touched + list(self._places_of_passing(task.op, visit))
 
     def _own(self, ring: str, layer: int) -> str:
@@ -153,7 +165,41 @@ class Schedule(ABC):
             yield Touch(self._own("hidden.found", layer), batch, step)
 
 
+class RingUsers(NamedTuple):
+    """The visits of a step that may use a ring, where not all do."""
+
+    numbers: Mapping[tuple[int, int], int]  # of their layers and batches, in the order of visits
+    buffers: int
+
+    def buffer(self, visit: Visit) -> int:
+        return (visit.step * len(self.numbers) + self.numbers[visit.layer, visit.batch]) % self.buffers
+
+
+@dataclass(frozen=True)
 class BlockOrder(Schedule):
+    @property
+    @abstractmethod
+    def rows_ahead(self) -> int:
+        """Visits between the one for which KV and states are fetched and the one that is computed."""
+
+    def buffers_of(self, data: Data) -> int:
+        return self._of_states.buffers if data is Data.STATE else super().buffers_of(data)
+
+    def buffer_of(self, data: Data, visit: Visit) -> int:
+        return self._of_states.buffer(visit) if data is Data.STATE else super().buffer_of(data, visit)
+
+    @cached_property
+    def _of_states(self) -> RingUsers:
+        """Visits of layers without states take no buffer. There is one for each visit with states that can be fetched for and
+        computed at once, and as many more as where all visits have some. What rests in memory counts as well, so that the
+        number does not depend on shares."""
+        traffic, window = self.traffic, self.rows_ahead + 1
+        places = sorted(traffic.state)
+        visits = [layer * traffic.batches + batch for layer, batch in places]
+        again = [*visits, *(number + traffic.layers * traffic.batches for number in visits)]  # the next step follows
+        at_once = max((bisect_left(again, number + window) - at for at, number in enumerate(visits)), default=window)
+        return RingUsers({place: number for number, place in enumerate(places)}, at_once + self.buffers - window)
+
     def visit(self, number: int) -> Visit:
         rest, batch = divmod(number, self.traffic.batches)
         return Visit(*divmod(rest, self.traffic.layers), batch)

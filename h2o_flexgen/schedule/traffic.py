@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -172,6 +172,11 @@ class Traffic:
 
     def moves_state(self, layer: int, batch: int) -> bool:
         return self._moves(self.state.get((layer, batch), DEVICE))
+
+    def moved_places(self, data: Data) -> Iterator[tuple[int, int]]:
+        """The layers and batches of which KV, or states, are moved."""
+        homes = {Data.KV: self.kv, Data.STATE: self.state}
+        return (place for place, tier in homes[data].items() if self._moves(tier))
 
     def fetches_state(self, visit: Visit) -> bool:
         """True if a state must be brought to the place of computation."""

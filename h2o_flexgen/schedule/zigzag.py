@@ -35,13 +35,17 @@ class Zigzag(BlockOrder):
         """One layer more with an accelerator: the disk runs ahead of the link, so that no load waits for its read."""
         return self.load_ahead + (1 if self.traffic.accelerator and self.load_ahead else 0)
 
+    @property
+    def rows_ahead(self) -> int:
+        """Any further, a fetch of KV or of a state would overtake its own store."""
+        return min(self.traffic.buffers, self.traffic.layers * self.traffic.batches) - 1
+
     def tasks(self) -> Iterator[Task]:
         batches, issue = self.traffic.batches, Issuer(self)
         if self.traffic.is_still:
             yield from issue.computes()
             return
-        # any further, a fetch of KV or of a state would overtake its own store
-        rows_ahead = min(self.traffic.buffers, self.traffic.layers * batches) - 1
+        rows_ahead = self.rows_ahead
         hidden_ahead = min(self.traffic.buffers, batches) - 1
         every = tuple(range(batches))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o_flexgen.core.site import DISK
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.executor import Action, Past
-from h2o_flexgen.schedule.ops import Op, Task
+from h2o_flexgen.schedule.ops import Data, Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
 from tests.clocked.tensor import ClockedTensor
 
@@ -87,14 +87,14 @@ class _Spoiler:
         if place in traffic.kv and traffic.moves_kv(*place) and not traffic.is_beside(*place):
             for store in self._engine._kv_for(task.visit, self._state)._of_layer[task.layer]:
                 if buffers := getattr(store, ring):
-                    buffers[self._schedule.buffer(task.visit)].fill_(WRONG)
+                    buffers[self._schedule.buffer_of(Data.KV, task.visit)].fill_(WRONG)
 
     # -- hidden states ---------------------------------------------------------------------------------------------------
 
     def _stored_hidden(self, task: Task) -> None:
         for rings in (self._state.hidden._device_rings, self._state.hidden._host_rings):
             if ring := rings[self._schedule.traffic.lanes.device(task.layer)]:
-                ring[self._schedule.buffer(task.visit)].fill_(NAN)
+                ring[self._schedule.buffer_of(Data.HIDDEN, task.visit)].fill_(NAN)
 
     def _passed_hidden(self, task: Task) -> None:
         place = task.layer, task.batch
@@ -112,7 +112,7 @@ class _Spoiler:
 
     def _loaded_hidden(self, task: Task) -> None:
         if ring := self._state.hidden._host_rings[self._schedule.traffic.lanes.device(task.layer)]:
-            self._spoil_host(task, ring[self._schedule.buffer(task.visit)])
+            self._spoil_host(task, ring[self._schedule.buffer_of(Data.HIDDEN, task.visit)])
 
     def _spoil_host(self, task: Task, region: Tensor) -> None:
         """In the stream that has read it. Each device has streams of its own, which do not wait for another one's."""

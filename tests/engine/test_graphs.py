@@ -38,7 +38,7 @@ from tests.helpers.contract import (
 from tests.helpers.pretended import PretendedDevice
 from tests.helpers.recorded import repeated
 from tests.helpers.room import holds
-from tests.helpers.samples import every_nth, first_of
+from tests.helpers.samples import every_nth, first_of, spread
 from tests.helpers.tiny import KINDS
 
 NEAR = [kind for kind in KINDS if kind.endswith("-near")]  # have positions for few tokens
@@ -272,10 +272,18 @@ def test_prompts_of_the_next_block_find_an_empty_room(checkpoints: Checkpoints, 
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
-@pytest.mark.parametrize("schedule", first_of(["zigzag", "row_by_row", "flexgen_barrier"], 1))
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    first_of(spread([("opt", "zigzag"), ("falcon-h1", "zigzag"), ("opt", "row_by_row"), ("opt", "flexgen_barrier")]), 2),
+)
 @pytest.mark.parametrize("percent", [RESIDENT, (0, 40, 100, 0, 100, 0), (100, 0, 0, 0, 100, 0), (0, 40, 0, 0, 100, 0)])
 def test_there_are_no_more_programs_than_are_counted(
-    percent: tuple[float, ...], schedule: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+    percent: tuple[float, ...],
+    kind: str,
+    schedule: str,
+    checkpoints: Checkpoints,
+    offload: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, make = list[StepGraphs](), StepGraphs.__init__
 
@@ -284,7 +292,7 @@ def test_there_are_no_more_programs_than_are_counted(
         made.append(self)
 
     monkeypatch.setattr(StepGraphs, "__init__", noted)
-    case = Case("opt", percent, (5, 9, 2, 7), 12, buffers=3, schedule=schedule)
+    case = Case(kind, percent, (5, 9, 2, 7), 12, buffers=3, schedule=schedule)
     with case.open(checkpoints, offload) as llm:
         generate_with(llm, case)
         assert llm.stats is not None

@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.core.site import DISK, HOST
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.barrier import FlexGenBarrier
-from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.ops import Key, Op, Visit
+from h2o_flexgen.schedule.check import ScheduleError, check
+from h2o_flexgen.schedule.ops import MOVED, Data, Key, Op, Visit
 from h2o_flexgen.schedule.row_by_row import RowByRow
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
@@ -79,7 +79,25 @@ def test_buffers_lie_within_their_ring() -> None:
             schedule = kind(random_moves(Random(seed)))
             for task in schedule.tasks():
                 for ring, slot, _ in schedule.touches(task):
-                    assert 0 <= slot < (schedule.weight_buffers if ring.startswith("weights") else schedule.buffers)
+                    data = next(data for data in MOVED if ring.startswith(f"{data}."))
+                    assert 0 <= slot < schedule.buffers_of(data) <= max(schedule.weight_buffers, schedule.buffers)
+
+
+@every_schedule
+def test_visits_of_layers_without_states_take_no_buffer_for_them(kind: type[Schedule]) -> None:
+    """Of nine layers two have some, as in blocks with experts. Other orders have a buffer for each visit."""
+    schedule = kind(Traffic(3, 9, 2, 4, state={(0, 0): DISK, (0, 1): DISK, (4, 0): DEVICE}, kv={(8, 0): DISK}))
+    check(schedule)
+    expected = {Zigzag: 3, FlexGenBarrier: 3}.get(kind, schedule.buffers)  # two batches that follow each other, and one stored
+    assert [schedule.buffers_of(data) for data in (Data.STATE, Data.KV)] == [expected, schedule.buffers]
+
+
+def test_a_ring_with_fewer_buffers_than_visits_that_follow_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Zigzag(Traffic(3, 9, 3, 4, state={(0, batch): DISK for batch in range(3)}))
+    check(schedule)
+    monkeypatch.setattr(Zigzag, "_of_states", schedule._of_states._replace(buffers=2))
+    with pytest.raises(ScheduleError, match=r"still uses buffer \d of state\.host"):
+        check(Zigzag(schedule.traffic))
 
 
 @every_schedule

@@ -25,6 +25,7 @@ from h2o_flexgen.planning.placement import layers_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.schedule.ops import Data
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.session.loaded_model import LoadedModel
 
@@ -273,10 +274,15 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def _buffers(schedule: Schedule) -> str:
-    weights, others = schedule.weight_buffers, schedule.buffers
-    if weights == others:
+    weights, named = schedule.weight_buffers, {Data.KV: "KV", Data.STATE: "states", Data.HIDDEN: "activations"}
+    passing = [data for data in named if data is not Data.STATE or schedule.traffic.state]
+    alike: dict[int, list[str]] = {}
+    for data in passing:
+        alike.setdefault(schedule.buffers_of(data), []).append(named[data])
+    if [*alike] == [weights]:
         return "1 buffer, nothing overlaps" if weights == 1 else f"{weights} buffers"
-    return f"{weights} buffers for weights and {others} for KV and activations"
+    *first, last = [f"{weights} buffers for weights", *(f"{count} for {' and '.join(names)}" for count, names in alike.items())]
+    return f"{', '.join(first)} and {last}"
 
 
 def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:

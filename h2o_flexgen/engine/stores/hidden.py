@@ -22,7 +22,7 @@ from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.schedule.ops import Task
+from h2o_flexgen.schedule.ops import Data, Task
 from h2o_flexgen.schedule.schedule import Schedule
 
 
@@ -65,7 +65,7 @@ class HiddenStore:
             else:
                 self._on_host[batch] = memories.host.alloc(nbytes)
                 held.callback(memories.host.free, self._on_host[batch])
-        buffers, largest = self._schedule.buffers, max(sizes.values(), default=0)
+        buffers, largest = self._schedule.buffers_of(Data.HIDDEN), max(sizes.values(), default=0)
         self._host_rings, self._device_rings = list[Ring](), list[Ring]()
         for own in memories.of_devices:
             self._host_rings.append(Ring(memories.host, buffers, largest if self._on_disk else 0))
@@ -79,6 +79,9 @@ class HiddenStore:
                 memory = self._memories.of_devices[self._device(layer)].compute
                 regions[place] = memory.alloc(nbytes)
                 held.callback(memory.free, regions[place])
+
+    def _buffer(self, task: Task) -> int:
+        return self._schedule.buffer_of(Data.HIDDEN, task.visit)
 
     def _device(self, layer: int) -> int:
         return self._schedule.traffic.lanes.device(layer)
@@ -106,7 +109,7 @@ class HiddenStore:
                 return None  # parts that wait lie where it would be written: the disk's states begin at the start
             self._in_buffers.add(task.batch)
             ring = self._device_rings[at] or self._host_rings[at]
-            return self._view(ring[self._schedule.buffer(task.visit)], shape)
+            return self._view(ring[self._buffer(task)], shape)
         return hidden.view(shape) if hidden is not None and hidden.shape[-1] == width else None
 
     def put(self, task: Task, hidden: Tensor) -> None:
@@ -117,7 +120,7 @@ class HiddenStore:
         if task.batch in self._in_buffers:
             self._in_buffers.remove(task.batch)
         elif ring and self._schedule.traffic.moves_hidden(task.batch):
-            hidden = self._view(ring[self._schedule.buffer(task.visit)], hidden.shape).copy_(hidden)
+            hidden = self._view(ring[self._buffer(task)], hidden.shape).copy_(hidden)
         elif (left := self._left.get((task.layer, task.batch))) is not None:
             hidden = self._view(left, hidden.shape).copy_(hidden)
         self._now[task.batch] = hidden
@@ -143,7 +146,7 @@ class HiddenStore:
     def _write(self, task: Task, hidden: Tensor) -> None:
         device = self._device(task.layer)
         if self._device_rings[device]:
-            staged = self._view(self._host_rings[device][self._schedule.buffer(task.visit)], hidden.shape)
+            staged = self._view(self._host_rings[device][self._buffer(task)], hidden.shape)
             hidden = staged.copy_(hidden, non_blocking=True)
             self._memories.of_devices[device].device.finish()  # the CPU reads it now
         scratch = self._memories.disk.scratch(hidden.nbytes)
@@ -152,7 +155,7 @@ class HiddenStore:
         self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
 
     def load(self, task: Task) -> int:
-        shape, slot, device = self._shapes[task.batch], self._schedule.buffer(task.visit), self._device(task.layer)
+        shape, slot, device = self._shapes[task.batch], self._buffer(task), self._device(task.layer)
         if task.batch in self._on_disk:
             region = self._host_rings[device][slot]
             hidden = self._view(region, shape)

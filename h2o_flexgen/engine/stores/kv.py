@@ -42,7 +42,7 @@ from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import KVRooms
 from h2o_flexgen.policies.recall import ALL
-from h2o_flexgen.schedule.ops import Task
+from h2o_flexgen.schedule.ops import Data, Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]
@@ -123,7 +123,7 @@ class KVStore:
             self._allocate_homes(held)
         self._host_ring = self._ring(held, memories.host, rooms.on_host)
         self._device_ring = self._ring(held, memories.compute, rooms.on_device)
-        self._score_ring = Ring(memories.compute, self._schedule.buffers, rooms.noted)
+        self._score_ring = Ring(memories.compute, self._schedule.buffers_of(Data.KV), rooms.noted)
         held.callback(self._score_ring.free)
         self._staging = memories.host.alloc(rooms.staged) if rooms.staged else None
         if self._staging is not None:
@@ -178,7 +178,7 @@ class KVStore:
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, nbytes: int) -> Ring:
         """A ring of zeroed buffers: unfilled slots are masked, but 0 times a NaN left by an earlier user is still NaN."""
-        ring = Ring(memory, self._schedule.buffers, nbytes)
+        ring = Ring(memory, self._schedule.buffers_of(Data.KV), nbytes)
         held.callback(ring.free)
         ring.zero()
         return ring
@@ -190,6 +190,10 @@ class KVStore:
 
     def _layout(self, task: Task) -> KVLayout:
         return self._layouts[task.layer, task.batch]
+
+    def _buffer(self, task: Task) -> int:
+        """The number of the buffer through which the KV of its visit passes, in each ring."""
+        return self._schedule.buffer_of(Data.KV, task.visit)
 
     def _image(self, region: Tensor, task: Task) -> Tensor:
         """(sets, rows, kv_heads, slots, width) over the bytes of a region."""
@@ -206,7 +210,7 @@ class KVStore:
         scores = self._scores.get((task.layer, task.batch))
         if not self._is_beside(task):
             return self._opened(task, rows, self._working_region(task), scores)
-        region, noted = self._device_ring[self._schedule.buffer(task.visit)], self._noted_on_device(task, 0)
+        region, noted = self._device_ring[self._buffer(task)], self._noted_on_device(task, 0)
         if rows.joining is not None:
             self._units[task.layer, task.batch].joined[task.step] = rows.joining
         if task.step:  # the host may still read what this needs, and opens it itself
@@ -235,7 +239,7 @@ class KVStore:
 
     def _on_device(self, task: Task, part: PartOfPrompts) -> tuple[Tensor, SlotScores | None]:
         """The image of a part in its place, and what is noted of its slots."""
-        places, buffer = self._places[task.layer, task.batch], self._schedule.buffer(task.visit)
+        places, buffer = self._places[task.layer, task.batch], self._buffer(task)
         shape = places.layout.of_rows(part.rows.stop - part.rows.start).shape
         region = self._device_ring[buffer][places.start(part.number) :]
         return image_over(region, shape, self._coding, by_token=False), self._noted_on_device(task, part.number, shape)
@@ -245,7 +249,7 @@ class KVStore:
         if not self._score_ring:
             return None
         start = self._places[task.layer, task.batch].start_of_notes(part, self._policy.score_bytes)
-        region = self._score_ring[self._schedule.buffer(task.visit)][start:]
+        region = self._score_ring[self._buffer(task)][start:]
         return SlotScores.over(region, self._policy, shape or self._layout(task).shape)
 
     def _opened(self, task: Task, rows: BatchRows, region: Tensor, scores: SlotScores | None) -> KVCache:
@@ -281,7 +285,7 @@ class KVStore:
     def _working_region(self, task: Task) -> Tensor:
         if not self._schedule.traffic.moves_kv(task.layer, task.batch):
             return self._in_memory[task.layer, task.batch]
-        return (self._device_ring or self._host_ring)[self._schedule.buffer(task.visit)]
+        return (self._device_ring or self._host_ring)[self._buffer(task)]
 
     def load(self, task: Task) -> int:
         """Host -> device: all held slots, one range from the start."""
@@ -328,11 +332,11 @@ class KVStore:
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """The regions on the host and on the device."""
-        return self._on_host(task), self._device_ring[self._schedule.buffer(task.visit)]
+        return self._on_host(task), self._device_ring[self._buffer(task)]
 
     def _on_host(self, task: Task) -> Tensor:
         place = task.layer, task.batch
-        return self._host_ring[self._schedule.buffer(task.visit)] if place in self._on_disk else self._in_memory[place]
+        return self._host_ring[self._buffer(task)] if place in self._on_disk else self._in_memory[place]
 
     def _transfer_rows(self, task: Task, rows: slice, to_device: bool) -> int:
         """Copies all slots of rows, and their scores: few ranges, as they lie head by head."""
@@ -402,7 +406,7 @@ class KVStore:
 
     def _values(self, task: Task, writes: bool) -> numpy.ndarray:
         """The image of a visit on its way from the disk or back."""
-        region = self._host_ring[self._schedule.buffer(task.visit)]
+        region = self._host_ring[self._buffer(task)]
         return numpy_of(self._image(region, task), writes=writes)
 
     def _read_journaled(self, task: Task, place: int, slots: Tensor) -> int:
@@ -421,14 +425,14 @@ class KVStore:
     def _journal_entry(self, task: Task, place: int, slots: Tensor, fills: bool) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
         the image is written."""
-        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task), writes=fills)
+        image = numpy_of(self._image(self._host_ring[self._buffer(task)], task), writes=fills)
         at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(slots.shape[1]), numpy_of(slots))
         layout = self._layout(task).of_rows(len(slots))
         return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on in parallel."""
-        home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
+        home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._buffer(task)]
         layout = self._layout(task).of_rows(unit.rows)
         image = numpy_of(self._image(region, task), writes=task.op.fetches)[:, : layout.rows]
         chunk = layout.slots_at_once

@@ -23,7 +23,7 @@ from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.kv_rooms import StateRooms
 from h2o_flexgen.planning.placement import Place
-from h2o_flexgen.schedule.ops import Task, Visit
+from h2o_flexgen.schedule.ops import Data, Task, Visit
 
 
 class OpenStates(NamedTuple):
@@ -91,9 +91,9 @@ class StateStore:
 
     def _allocate_rings(self, held: ExitStack, rooms: StateRooms) -> None:
         memories = self._memories
-        self._host_ring = Ring(memories.host, self._schedule.buffers, rooms.on_host)
+        self._host_ring = Ring(memories.host, self._schedule.buffers_of(Data.STATE), rooms.on_host)
         held.callback(self._host_ring.free)
-        self._device_ring = Ring(memories.compute, self._schedule.buffers, rooms.on_device)
+        self._device_ring = Ring(memories.compute, self._schedule.buffers_of(Data.STATE), rooms.on_device)
         held.callback(self._device_ring.free)
 
     def close(self) -> None:
@@ -133,16 +133,17 @@ class StateStore:
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which the states of a visit come; the same number for all steps if they are not moved."""
-        return self._schedule.buffer(visit) if self._schedule.traffic.moves_state(visit.layer, visit.batch) else 0
+        is_moved = self._schedule.traffic.moves_state(visit.layer, visit.batch)
+        return self._schedule.buffer_of(Data.STATE, visit) if is_moved else 0
 
     def _working_region(self, task: Task) -> Tensor:
         if not self._schedule.traffic.moves_state(task.layer, task.batch):
             return self._in_memory[task.layer, task.batch]
-        return (self._device_ring or self._host_ring)[self._schedule.buffer(task.visit)]
+        return (self._device_ring or self._host_ring)[self.buffer(task.visit)]
 
     def _on_host(self, task: Task) -> Tensor:
         place = task.layer, task.batch
-        return self._host_ring[self._schedule.buffer(task.visit)] if place in self._on_disk else self._in_memory[place]
+        return self._host_ring[self.buffer(task.visit)] if place in self._on_disk else self._in_memory[place]
 
     def load(self, task: Task) -> int:
         """Host -> device."""

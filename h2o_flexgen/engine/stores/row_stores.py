@@ -24,7 +24,7 @@ from h2o_flexgen.kv.guesses import Guesses
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerByPart, LayerCache, heads_by_layer
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.schedule.ops import READ, Task, Visit
+from h2o_flexgen.schedule.ops import READ, Data, Task, Visit
 
 
 class _Guessed(NamedTuple):
@@ -51,7 +51,7 @@ class KVLevels:
 
     def buffer(self, visit: Visit) -> int:
         """The buffer through which the KV of a visit comes; the same number for all steps if it is not moved."""
-        return self._schedule.buffer(visit) if self._schedule.traffic.moves_kv(visit.layer, visit.batch) else 0
+        return self._schedule.buffer_of(Data.KV, visit) if self._schedule.traffic.moves_kv(visit.layer, visit.batch) else 0
 
     def prepare(self, planned: BlockPlan) -> None:
         """Prepares the next block of a conversation."""
