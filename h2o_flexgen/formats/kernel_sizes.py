@@ -31,6 +31,7 @@ class Numbers(NamedTuple):
     prompt_keys: int
     prompt_queries: int
     many_queries: int
+    many_values: int
     step_queries: int
     step_slots: int
     step_block: int
@@ -110,8 +111,8 @@ class TiledRoom(NamedTuple):
 
 
 class ManyQueries(NamedTuple):
-    """Attention of a step where many query heads attend a KV head: their number, filled up to whole tiles, the slots of each,
-    filled up to whole pieces, and the room of a thread, whichever tiles are used."""
+    """Attention of a step where many query heads attend a KV head, or fewer wide ones: their number, filled up to whole tiles,
+    the slots of each, filled up to whole pieces, and the room of a thread, whichever tiles are used."""
 
     queries: int
     stride: int
@@ -120,9 +121,9 @@ class ManyQueries(NamedTuple):
 
     @classmethod
     def of(cls, group: int, slots: int, dim: int) -> ManyQueries | None:
-        """None: there are few."""
+        """None: there are few, and they are narrow."""
         sizes = shared()
-        if group <= sizes.many_queries:
+        if group <= sizes.many_queries and group * dim <= sizes.many_values:
             return None
         room, tiled = PromptRoom.of(sizes.shared_keys, dim), TiledRoom.of(dim)
         queries = max(_rounded_up(group, sizes.tile_rows), _rounded_up(group, sizes.step_block))

@@ -8,6 +8,7 @@
 #define PROMPT_KEYS 256       /* keys of a prompt are filled up to a multiple of this: whole tiles on every processor */
 #define PROMPT_QUERIES 48     /* queries of a prompt that a thread attends at once */
 #define MANY_QUERIES 16       /* a KV head that more query heads attend has them in tiles */
+#define MANY_VALUES 8192      /* and so has one of which fewer heads have more values: the nearest cache does not hold them */
 #define STEP_QUERIES 128      /* of which a thread attends so many at once where there are tiles of registers */
 #define STEP_SLOTS 256        /* and so many slots, one piece after the other */
 #define STEP_BLOCK 32         /* of queries, of values of a head, and of slots: what tiles of registers hold at once */

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import ManyQueries
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.more_keys import More
@@ -19,7 +20,7 @@ from tests.kernels.variants import VARIANTS, used
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (2, 1, 128, 70, 96), (3, 2, 17, 260, 32), (1, 1, 33, 9, 64), (1, 1, 161, 520, 32), (2, 1, 20, 33, 576), (1, 2, 40, 300, 40),
-    (1, 1, 64, 1030, 64),
+    (1, 1, 64, 1030, 64), (2, 1, 16, 300, 576),
 ]  # fmt: skip
 NEAR = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of the largest outcome: rounded once
 MISROUNDED = 0.02  # of outcomes in 16 bits, at most; of shares in 16 bits a tenth would be, or more
@@ -117,6 +118,11 @@ def test_packed_latents_are_attended_as_what_they_decode_to(
     assert min(near) <= NEAR[dtype] + 3e-6
     sums = [shares.sum(2) for _, shares in wanted]
     assert min(float((got.double() - expected).abs().max() / expected.max()) for expected in sums) <= 1e-5
+
+
+@pytest.mark.parametrize(("group", "dim", "are_many"), [(17, 64, True), (16, 512, False), (16, 576, True), (8, 1024, False)])
+def test_sixteen_heads_are_many_where_they_attend_latents(group: int, dim: int, are_many: bool) -> None:
+    assert (ManyQueries.of(group, 100, dim) is not None) == are_many
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
