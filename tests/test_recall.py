@@ -233,6 +233,12 @@ def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Check
     read = Key(Op.READ_KV, 1, layer, 0)
     assert 0 < priced.seconds(Key(Op.CHOOSE, 1, layer, 0)) < priced.seconds(Key(Op.COMPUTE, 1, layer, 0))
     assert priced.cost.nbytes(read) < of_all.cost.nbytes(read)
+    slow = Pricing(made.blocks.first, replace(machine, small_reads_per_s=1e3, small_writes_per_s=2e3))
+    tokens = priced.cost.moved_pages(read).pieces
+    assert slow.seconds(read) == pytest.approx(tokens / 1e3 + machine.task_seconds) and slow.seconds(read) > priced.seconds(
+        read
+    )
+    assert slow.seconds(read._replace(op=Op.WRITE_KV)) == pytest.approx(1 / 2e3 + machine.task_seconds)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "computing beside reads", f"{machine.computing_beside_reads:.2f} of its rate"
     yield "KV on disk, reads", _bytes(machine.kv_read_per_s)
     yield "KV on disk, writes", _bytes(machine.kv_write_per_s)
+    yield "disk, single pages read", f"{machine.small_reads_per_s:,.0f} a second"
+    yield "disk, single pages written", f"{machine.small_writes_per_s:,.0f} a second"
     yield "host memory, copies", _bytes(machine.host_copy_per_s)
     yield "host memory, reads", _bytes(machine.host_read_per_s)
     if machine.has_accelerator:

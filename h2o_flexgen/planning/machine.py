@@ -55,6 +55,8 @@ class Machine:
     computing_beside_reads: float = 1.0  # the share of its rates that is left to a CPU while it reads; together 1 at least
     kv_read_per_s: float = inf  # KV from disk to where it is computed with: slots are moved one by one
     kv_write_per_s: float = inf
+    small_reads_per_s: float = 92_000.0  # pages that lie anywhere, with many under way; until measured, that of one machine
+    small_writes_per_s: float = 50_000.0  # the same of writes, as disk threads make them
     host_read_per_s: float = inf
     unpinned_to_device_per_s: float = inf  # from memory that is not page-locked
     unpinned_to_host_per_s: float = inf
@@ -255,7 +257,8 @@ def _sooner(seconds: Mapping[str, float], again: Mapping[str, float]) -> dict[st
 # rates that each process has for itself, up to a share of the host's memory; and rates that processes divide
 _OF_LINKS = ("host_to_device_per_s", "device_to_host_per_s", "unpinned_to_device_per_s", "unpinned_to_host_per_s")
 _OF_ALL = (
-    "disk_read_per_s", "disk_write_per_s", "kv_read_per_s", "kv_write_per_s", "host_copy_per_s", "host_read_per_s"
+    "disk_read_per_s", "disk_write_per_s", "kv_read_per_s", "kv_write_per_s", "small_reads_per_s", "small_writes_per_s",
+    "host_copy_per_s", "host_read_per_s"
 )  # fmt: skip
 _RATES = (*_OF_LINKS, *_OF_ALL, "values_per_s")  # each of them measured by itself
 _DEFAULTS: Mapping[str, object] = {

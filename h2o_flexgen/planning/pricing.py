@@ -49,8 +49,6 @@ from h2o_flexgen.schedule.traffic import Traffic
 
 STATE_FLOPS = 8.0  # for each value of a matrix of states that a token passes: it fades, is read, added to, and read again
 # of a few kB, as a disk in a cloud did them (docs/log/eviction.md)
-CHOSEN_READS_PER_S = 92_000  # with many under way, from C
-SMALL_RANGES_PER_S = 50_000  # as disk threads write them, from Python
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 
@@ -142,7 +140,7 @@ class Pricing:
         moved, op, machine = self.cost.moved_pages(task), task.op, self.machine
         rate = min(machine.bandwidth(op.lane), machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
         chosen = op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4]))
-        pieces_per_s = CHOSEN_READS_PER_S if chosen else SMALL_RANGES_PER_S
+        pieces_per_s = machine.small_reads_per_s if chosen else machine.small_writes_per_s
         return max(moved.nbytes / rate, moved.pieces / pieces_per_s) + machine.task_seconds
 
     def _choosing(self, task: Task | Key) -> float:

@@ -351,6 +351,8 @@ def _machine(
         computing_beside_reads=figures.get(moving.COMPUTING_BESIDE, 1.0),
         kv_read_per_s=figures["kv_read_per_s"],
         kv_write_per_s=figures["kv_write_per_s"],
+        small_reads_per_s=figures[moving.SMALL_READS],
+        small_writes_per_s=figures[moving.SMALL_WRITES],
         host_read_per_s=figures[moving.SUM],
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(*PRODUCT_OPS)),
         decoded_values_per_s=_rates(figures, products.DECODING, measured_formats()),

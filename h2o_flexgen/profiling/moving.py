@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from pathlib import Path
+from random import Random
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -17,7 +20,7 @@ from h2o_flexgen.core.buffer_layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import plain_product
-from h2o_flexgen.memory.disk import DiskRegion
+from h2o_flexgen.memory.disk import DiskRegion, TokensOnDisk
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.profiling.bench import NOW, Bench, Figures, Now, ProfileSizes, ProfileWatch, Subject
@@ -26,9 +29,11 @@ from h2o_flexgen.schedule import ops
 SHARE_OF_DISK = 4  # at most a quarter of the free space is written
 LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # with less, a rate says little
 PARTS_OF_FILE = (64, 8, 1)  # how many times smaller the file is at first, for disks that are slow
-WEIGHT_OF_DISK = 6.0
+WEIGHT_OF_DISK = 7.0
 READ, WRITE, BOTH = "disk_read_per_s", "disk_write_per_s", "disk_both"
 READS_BESIDE, COMPUTING_BESIDE = "reads_beside_computing", "computing_beside_reads"
+SMALL_READS, SMALL_WRITES = "small_reads_per_s", "small_writes_per_s"
+PAGES = 2048  # that are asked for at once, as a step may do
 ROWS, SIDE = 16, 2048  # of a product beside which is read
 COPY, SUM = "host_copy_per_s", "host_read_per_s"
 LINKS = {  # page-locked host memory: rate to the device, and back
@@ -90,7 +95,7 @@ class DiskTrial:
         self._size = self._chunk = self._chunks = 0
 
     def rates(self, nbytes: int) -> Figures:
-        """Reads alone, writes alone, then both at once; and reads beside what the processor computes."""
+        """Reads alone, writes alone, then both at once; reads beside what the processor computes; and single pages."""
         if self._size != nbytes:
             self._take(nbytes)
         seconds = self._seconds_per_byte * nbytes
@@ -99,7 +104,7 @@ class DiskTrial:
             begun = [pool.submit(self._rate, way, seconds) for way in alone]
             shares = sum(one.result() / rate for one, rate in zip(begun, alone.values()))
         beside = {} if self._compute is None else self._beside(self._compute, alone[READ], seconds)
-        return {**alone, BOTH: shares, **beside}
+        return {**alone, BOTH: shares, **beside, **self._small(seconds / 2)}
 
     def close(self) -> None:
         if self._region is not None:
@@ -146,6 +151,27 @@ class DiskTrial:
         shares = {READS_BESIDE: reading.result() / reads_alone, COMPUTING_BESIDE: products / products_alone}
         least = min(1.0, sum(shares.values()))
         return {name: min(1.0, share / least) for name, share in shares.items()}
+
+    def _small(self, seconds: float) -> Figures:
+        """Pages a second that lie anywhere in the file: read as steps read the tokens that they choose, and written as they
+        write their newest ones."""
+        assert self._region is not None
+        size, image = self._chunks * self._chunk // ALIGNMENT, numpy.zeros((1, PAGES, 1, 1, ALIGNMENT), numpy.uint8)
+        places = Random(0).choices(range(size), k=PAGES)
+        groups = numpy.array([(row, place * ALIGNMENT, 0) for row, place in enumerate(places)], numpy.int64)
+        wanted = TokensOnDisk(groups, numpy.ones(PAGES, numpy.int64), ALIGNMENT, 1)  # as if each were a row's only one
+        self._files.start_gathering()
+        read = partial(self._disk.gather, self._region, wanted, image)
+        write = partial(self._files.each, self._write_page, [place * ALIGNMENT for place in places])
+        return {SMALL_READS: self._pages_per_s(read, seconds), SMALL_WRITES: self._pages_per_s(write, seconds)}
+
+    def _pages_per_s(self, action: Callable[[], object], seconds: float) -> float:
+        ends = self._now() + seconds
+        return PAGES * self._per_second(action, lambda: self._now() >= ends)
+
+    def _write_page(self, start: int) -> None:
+        assert self._region is not None
+        self._disk.write_from(self._region, start, self._source[:ALIGNMENT])
 
     def _per_second(self, action: Callable[[], object], ended: Callable[[], bool]) -> float:
         begun, calls = self._now(), 0

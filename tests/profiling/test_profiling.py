@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import psutil
 import pytest
 import torch
 
+from h2o_flexgen.core.buffer_layout import ALIGNMENT
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import (
@@ -36,6 +38,7 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -393,8 +396,35 @@ def test_reads_and_writes_at_once_share_what_the_disk_can_do(tmp_path: Path, mon
     )
     with closing(Memories(Device(), tmp_path)) as memories:
         rates = moving.DiskTrial(memories, 0.0, time.perf_counter, ProfileWatch()).rates(1 << 20)
+    assert rates.pop(moving.SMALL_READS) > 0 and rates.pop(moving.SMALL_WRITES) > 0
     assert rates == {moving.READ: 100.0, moving.WRITE: 100.0, moving.BOTH: 1.4}
     assert sorted(taken) == sorted([moving.READ, moving.WRITE] * 2)
+
+
+def test_single_pages_are_read_and_written_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand of them take two looks at a clock on which each takes a millisecond."""
+    read, written = list[int](), list[int]()
+    gather, write = DiskTier.gather, DiskTier.write_from
+
+    def gathered(tier: DiskTier, region: DiskRegion, wanted: TokensOnDisk, image: numpy.ndarray) -> None:
+        gather(tier, region, wanted, image)
+        read.extend(begins + number * wanted.group_bytes for _, begins, number in wanted.groups.tolist())
+        assert (image == 7).all()
+
+    def noted(tier: DiskTier, region: DiskRegion, start: int, source: torch.Tensor) -> None:
+        write(tier, region, start, source.fill_(7))
+        written.extend([start] * (source.nbytes == ALIGNMENT))
+
+    monkeypatch.setattr(DiskTier, "gather", gathered)
+    monkeypatch.setattr(DiskTier, "write_from", noted)
+    with closing(Memories(Device(), tmp_path)) as memories:
+        trial = moving.DiskTrial(memories, 0.0, clock_of_steps(), ProfileWatch())
+        trial._take(1 << 24)
+        written.clear()
+        found = trial._small(0.0)
+    assert sorted(read) == sorted(written) and len(read) == moving.PAGES
+    assert max(read) < 1 << 24 and len({*read}) > 1000
+    assert found == {moving.SMALL_READS: pytest.approx(2048 / 0.002), moving.SMALL_WRITES: pytest.approx(2048 / 0.002)}
 
 
 @pytest.mark.parametrize(
