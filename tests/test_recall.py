@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +23,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.engine.scoring import way_of
 from h2o_flexgen.engine.stores import kv_pages
-from h2o_flexgen.engine.stores.kv_pages import Brought, KVPages
+from h2o_flexgen.engine.stores.kv_pages import Brought, KVPages, TokensRead
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
@@ -56,6 +58,7 @@ ON_DISK, ALL_ON_DISK, MIXED = (100, 0, 0, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 40
 LONG = replace(USUAL, lengths=(118, 60, 90, 101), gen_len=6, policy=(("kv_recall", 0.18),), percent=ON_DISK)
 SOME_ON_DISK = replace(LONG, policy=(("kv_policy", "h2o"), ("heavy", 42), ("recent", 20), ("kv_recall", 0.3)))
 HEADS_APART = (("kv_policy", "h2o"), ("head_shares", ((0.5, 1.0), (0.6, 1.0), (0.9, 0.7))), ("kv_recall", 0.2))
+REUSING = (("kv_recall", 0.18), ("kv_recall_reuse", True))
 ALIKE = (("kv_recall", 0.3), ("kv_recall_together", True))
 FROM_DISK = (
     LONG,
@@ -65,6 +68,8 @@ FROM_DISK = (
     replace(LONG, kind="gpt-oss-far", percent=MIXED, buffers=1, weight_codec="group4", compute=INT8),
     replace(LONG, kind="gemma2", percent=ON_DISK, buffers=3, prefill_tokens=32, dtype="bfloat16"),
     replace(LONG, kind="opt", gpu_batch_size=4, num_gpu_batches=1, kv_codec="group4", percent=MIXED),
+    replace(LONG, policy=REUSING, gen_len=10),
+    replace(LONG, policy=(*REUSING, ALIKE[1]), kind="mistral4", percent=MIXED, kv_codec="group8", dtype="bfloat16", gen_len=8),
     SOME_ON_DISK,
     replace(
         SOME_ON_DISK, kind="qwen3", percent=MIXED, kv_codec="group4", gpu_batch_size=1, num_gpu_batches=3, dtype="bfloat16"
@@ -147,17 +152,24 @@ COMING = replace(USUAL, lengths=(45, 30, 62, 25, 38, 51, 28, 33), gpu_batch_size
 GROWTH = (4, 1, 6, 3, 5, 2, 3, 1)
 
 
+@pytest.mark.parametrize("reuses", [False, True])
 @pytest.mark.parametrize(("held", "percent"), [((), USUAL.percent), (HELD, USUAL.percent), (HELD, MIXED)])
 def test_rows_that_come_and_go_choose_as_they_do_alone(
-    held: tuple[str, ...], percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
+    held: tuple[str, ...], percent: tuple[int, ...], reuses: bool, checkpoints: Checkpoints, offload: Path
 ) -> None:
     """Also where several tokens of a row must come, and share a pass if nothing moves."""
-    test_stream.hold_contract(replace(COMING, held=held, percent=percent), GROWTH, checkpoints, offload)
+    policy = (*HALF, ("kv_recall_reuse", reuses))
+    test_stream.hold_contract(replace(COMING, held=held, percent=percent, policy=policy), GROWTH, checkpoints, offload)
 
 
 @pytest.mark.parametrize(
     ("kept", "percent"),
-    [((), USUAL.percent), ((), ON_DISK), ((("kv_policy", "h2o"), ("heavy", 10), ("recent", 12)), ON_DISK)],
+    [
+        ((), USUAL.percent),
+        ((), ON_DISK),
+        ((("kv_recall_reuse", True),), ON_DISK),
+        ((("kv_policy", "h2o"), ("heavy", 10), ("recent", 12)), ON_DISK),
+    ],
 )
 def test_turns_of_a_conversation_choose_of_all_before_them(
     kept: tuple[tuple[str, object], ...], percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path
@@ -193,6 +205,7 @@ def test_rows_attend_what_they_share_whole_and_choose_of_their_own(
         LONG,
         replace(LONG, percent=MIXED, buffers=1, gpu_batch_size=1),
         replace(COMING, percent=ON_DISK),
+        replace(COMING, percent=ON_DISK, policy=(*HALF, REUSING[1])),
         SOME_ON_DISK,
         replace(LONG, policy=HEADS_APART),
     ],
@@ -200,7 +213,7 @@ def test_rows_attend_what_they_share_whole_and_choose_of_their_own(
 def test_only_chosen_tokens_come_from_disk(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Those that several heads choose come once; with these it would be as much as is predicted."""
     moved = assert_moved_as_predicted(case, checkpoints, offload)
-    of_all = tuple(one for one in case.policy if one[0] != "kv_recall")
+    of_all = tuple(one for one in case.policy if not one[0].startswith("kv_recall"))
     full = assert_moved_as_predicted(replace(case, policy=of_all), checkpoints, offload)
     assert 0 < moved["read"] < full["read"]
 
@@ -214,6 +227,23 @@ def test_heads_that_choose_together_bring_as_much_as_is_predicted(checkpoints: C
     assert moved < more
     one, other = (checkpoints.resident_logits(each, each.batches()[0]) for each in (case, apart))
     assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[1])
+
+
+def test_what_a_step_has_read_is_there_for_the_next_one(checkpoints: Checkpoints, offload: Path) -> None:
+    once, again = replace(LONG, policy=REUSING), replace(LONG, policy=REUSING[:1])
+    fewer, more = (assert_moved_as_predicted(each, checkpoints, offload)["read"] for each in (once, again))
+    assert fewer < more
+    with once.open(checkpoints, offload) as llm:
+        generate_with(llm, once)
+        made = WorkloadPlan(llm.spec, llm.plan, Workload(once.lengths, once.gen_len), Site())
+        layers = len(llm.spec.kv_layers)
+    promised = 0
+    for layout in (made.blocks.first.kv.layouts(llm.spec.kv_layers[0], batch)[0] for batch in range(2)):
+        assert layout is not None
+        chosen = max(20, ceil(0.18 * layout.slots))
+        of_row = chosen - 1 + (layout.heads - 1) * (chosen - 20)  # its own is not on disk; all choose the first and the newest
+        promised += layers * region_bytes(2 * of_row * (layout.row_bytes + 8))
+    assert made.footprint.parts[HOST]["KV read before"] == promised
 
 
 def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Checkpoints) -> None:
@@ -425,6 +455,17 @@ def fetched_before_it_is_chosen() -> Iterator[None]:
 
 
 @contextmanager
+def what_lies_beside_is_taken_for_what_was_read() -> Iterator[None]:
+    made = TokensRead._take_row
+
+    def taken(before: TokensRead, image: np.ndarray, *given: Any) -> None:
+        made(before, np.roll(image, 1, 3), *given)
+
+    with patch.object(TokensRead, "_take_row", taken):
+        yield
+
+
+@contextmanager
 def index_one_token_behind() -> Iterator[None]:
     with patch.object(KeyIndex, "_with_newest", lambda index, now, keys, codes: codes[: len(keys)]):
         yield
@@ -465,6 +506,7 @@ GROWN = replace(TOGETHER, lengths=LENGTHS, gen_len=26, policy=HALF)  # until new
         (fetched_before_it_is_chosen, TOGETHER),
         (index_one_token_behind, GROWN),
         (newest_tokens_are_not_written, TOGETHER),
+        (what_lies_beside_is_taken_for_what_was_read, replace(TOGETHER, policy=REUSING)),
         (what_the_newest_take_over_is_not_written, SOME_ON_DISK),
         (what_lies_beside_is_lost, SOME_ON_DISK),
     ],

@@ -320,6 +320,10 @@ class KVLayout:
         """The number of page groups that a disk thread takes at a time."""
         return max(1, CHUNK_BYTES // self.page_group_bytes)
 
+    def reused_bytes(self, tokens: int) -> int:
+        """Bytes of so many tokens of each row that stay in memory between the steps that read them, and of their numbers."""
+        return self.rows * tokens * (self.row_bytes + SLOT_NUMBER_BYTES)
+
     def of_rows(self, rows: int) -> KVLayout:
         """The layout of only this many rows: those that are left, or those of a part."""
         return replace(self, rows=rows)

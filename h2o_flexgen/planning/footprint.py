@@ -219,6 +219,12 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
         if there:
             note_bytes = level.policy.score_bytes if planned.block.only_reads else planned.kv.note_bytes(number)
             _add_level(parts, planned, there, note_bytes, compute)
+            if level.policy.reuses_read and not planned.block.only_reads:
+                parts[HOST]["KV read before"] += sum(
+                    count * region_bytes(layout.reused_bytes(level.policy.reused_tokens(layout)))
+                    for place, (layout, count) in there.items()
+                    if traffic.kv[place] == DISK
+                )
     if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
         sizes = (planned.block.batches[batch].size for batch in beside)
         shares, judged = bool(planned.block.prefix_room), planned.plan.policy.judge is not None

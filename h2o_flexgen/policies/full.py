@@ -11,7 +11,7 @@ from h2o_flexgen.policies.policy import NONE, KVPolicy
 class Full(KVPolicy):
     name: ClassVar[str] = "full"
     ranks_by: ClassVar[str] = NONE
-    accepts: ClassVar[tuple[str, ...]] = ("kv_recall", "kv_recall_together")
+    accepts: ClassVar[tuple[str, ...]] = ("kv_recall", "kv_recall_together", "kv_recall_reuse")
 
     def budget(self, prompt_len: int, gen_len: int) -> RowBudget:
         return RowBudget(prompt_len + gen_len)

@@ -57,11 +57,21 @@ class KVOptions:
         bare=True,
     )
 
+    kv_recall_reuse: bool = option(
+        False,
+        TRUTH,
+        "",
+        "with kv_recall and KV on disk: what a step has read stays in memory, and the next step reads only what is not there",
+        bare=True,
+    )
+
     def __post_init__(self) -> None:
         check_options(self, KVOptions)
         self._refuse_two_budgets()
         if self.kv_recall_together and self.kv_recall is None:
             raise ValueError("kv_recall_together says how kv_recall chooses; give kv_recall, or leave kv_recall_together out")
+        if self.kv_recall_reuse and self.kv_recall is None:
+            raise ValueError("kv_recall_reuse keeps what kv_recall has read; give kv_recall, or leave kv_recall_reuse out")
 
     def _refuse_two_budgets(self) -> None:
         if self.hh_ratio is not None and self.kv_budget is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.seats import SeatNeed, Seats
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import SUM
@@ -96,9 +97,19 @@ class KVPolicy:
         """Whether the KV heads of a layer attend the same tokens, where steps choose them."""
         return self.options.kv_recall_together
 
+    @property
+    def reuses_read(self) -> bool:
+        """Whether what a step has read from disk stays in memory for the next one."""
+        return self.options.kv_recall_reuse
+
     def choosing(self, heads: int) -> Choosing:
         """How so many KV heads of a layer choose."""
-        return Choosing(self.recall, 1 if self.chooses_together else heads, RECENT if self.keeps_all else NEWEST)
+        choosers, recent = 1 if self.chooses_together else heads, RECENT if self.keeps_all else NEWEST
+        return Choosing(self.recall, choosers, recent, self.reuses_read)
+
+    def reused_tokens(self, layout: KVLayout) -> int:
+        """The tokens of each row for which there is room in memory between the steps that read them."""
+        return self.choosing(layout.heads).most_brought(layout.slots) if self.reuses_read else 0
 
     @property
     def attends_all(self) -> bool:

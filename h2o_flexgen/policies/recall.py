@@ -18,6 +18,7 @@ RECALLED = 0.1  # the share that a search may take where it is allowed to
 ALL = 1.0  # the share with which nothing is chosen
 INDEX = BY_BITS[4]  # the format in which keys are compared with queries
 UNLIKE = 1 / 3  # of what a head chooses, the part that none before it has chosen, as measured
+REPEATED = 0.75  # of what a step brings, the part that the step before has brought, as measured
 FINENESS = 1e-9  # a tenth of 30 tokens is 3 of them, whatever a product of floating point says
 
 
@@ -32,11 +33,17 @@ class Choosing(NamedTuple):
     share: float
     heads: int  # that choose by themselves
     recent: int = RECENT  # of the newest slots, which all heads choose; else slots have no order, and heads hold other tokens
+    reuses: bool = False  # what the step before has read is in memory
 
     @property
     def _always(self) -> int:
         """Those that all heads choose, without the step's own: it is not on disk yet."""
         return FIRST + self.recent - 1
+
+    @property
+    def _always_brought(self) -> int:
+        """Those of them that every step brings: all, or the one that the step before has made."""
+        return 1 if self.reuses else self._always
 
     def most_brought(self, held: int) -> int:
         """The tokens that a step brings at most, which holds so many with its own. Heads may choose alike."""
@@ -46,7 +53,12 @@ class Choosing(NamedTuple):
         return min(held - 1, chosen - 1 + (self.heads - 1) * (chosen - 1 - self._always))
 
     def usually_brought(self, held: int) -> float:
-        """The tokens that a step is expected to bring. Each further head adds a part of what it chooses: of SmolLM2's three
+        """The tokens that a step is expected to bring."""
+        wanted = self._usually_wanted(held)
+        return 1 + (1 - REPEATED) * max(0.0, wanted - self._always) if self.reuses else wanted
+
+    def _usually_wanted(self, held: int) -> float:
+        """The tokens that any head is expected to choose. Each further head adds a part of what it chooses: of SmolLM2's three
         heads a third (docs/log/eviction.md). Where slots have no order, heads choose as if they drew them."""
         chosen = attended(self.share, held) - 1
         own, others = max(0, chosen - self._always), max(1, held - 1 - self._always)
@@ -57,13 +69,13 @@ class Choosing(NamedTuple):
     def page_groups_brought(self, held: int, tokens: int) -> float:
         """The page groups of so many tokens that a step is expected to bring: one comes whole if any of its tokens is chosen.
         The first and the newest tokens lie side by side. What is chosen of the others is taken to lie anywhere."""
-        on_disk, always, groups = held - 1, self._always, ceil((held - 1) / tokens)
+        on_disk, always, groups = held - 1, self._always_brought, ceil((held - 1) / tokens)
         if on_disk <= always:
             return groups
         chosen = (self.usually_brought(held) - always) / (on_disk - always)
         newest = self.recent - 1
         at_ends = ceil(FIRST / tokens) + ((newest + tokens - 1) / tokens if newest else 0)  # they begin anywhere in one
-        at_ends = min(groups, at_ends)
+        at_ends = min(groups, 1 if self.reuses else at_ends)
         return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
 
 

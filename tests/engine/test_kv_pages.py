@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, GATHERERS, KVLayout
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.rows import RowRange
-from h2o_flexgen.engine.stores.kv_pages import KVPages
+from h2o_flexgen.engine.stores.kv_pages import KVPages, TokensRead
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kernels.read_records import RecordReads
@@ -136,6 +136,55 @@ def test_each_head_changes_a_slot_of_its_own_and_leaves_what_is_beside_it(width:
     found = torch.full_like(every, UNSEEN)
     pages.read(numpy_of(found, writes=True), [RowRange(row, 0, 80) for row in range(2)])
     assert torch.equal(found[:, :2, :, :80], every[:, :2, :, :80])
+
+
+REUSING = Full(KVOptions(kv_recall=SHARE, kv_recall_reuse=True))
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:4])
+def test_what_the_step_before_has_read_is_not_read_again(width: int, disk: DiskTier) -> None:
+    read_less(width, disk)
+
+
+def test_what_was_read_of_another_row_in_its_place_is_found(disk: DiskTier) -> None:
+    made = TokensRead.forget
+
+    def only_all(before: TokensRead, place: int | slice = slice(None)) -> None:
+        if isinstance(place, slice):
+            made(before, place)
+
+    with patch.object(TokensRead, "forget", only_all), pytest.raises(AssertionError):
+        read_less(12, disk)
+
+
+def read_less(width: int, disk: DiskTier) -> None:
+    """Also of rows that move up. Of a row that begins in the place of another nothing is known."""
+    layout, every, new = layout_of(width), filled(width), filled(width, 1)
+    most = REUSING.reused_tokens(layout)
+    region = torch.full((layout.reused_bytes(most),), 77, dtype=torch.uint8)
+    pages = KVPages(disk.alloc(layout.disk_bytes), layout, disk, TokensRead(region, layout, most, disk))
+    lengths, rows = [70, 24, 51], [0, 1, 2]  # the number of each row among `every`
+    pages.write(numpy_of(every), [RowRange(row, 0, length + STEP - 1) for row, length in enumerate(lengths)])
+    known: dict[int, set[int]] = {}
+    for step in range(6):
+        if step == 2:  # the first row has left
+            pages.keep_rows([2, 1])
+            rows, lengths = [2, 1], [51, 24]
+        if step == 4:  # and one comes to its place
+            pages.write(numpy_of(new), [RowRange(2, 0, 65 + STEP - 1)])
+            rows, lengths, every, known[0] = [2, 1, 0], [51, 24, 65], torch.cat((new[:, 2:], every[:, 1:]), 1), set()
+        now = step_of(tuple(lengths))
+        choice, image = choice_of(now, 100 * width + step // 2), torch.full((2, ROWS, HEADS, SLOTS, width), UNSEEN)
+        assert choice.slots is not None
+        brought = pages.bring(numpy_of(image, writes=True), choice, REUSING)
+        left = 0
+        for place, (row, count) in enumerate(zip(rows, now.slots.counts)):
+            wanted = {*choice.slots[place].flatten().tolist()} & {*range(count)}
+            assert torch.equal(image[:, place, :, sorted(wanted)], every[:, row, :, sorted(wanted)])
+            left, known[row] = left + len(wanted - known.get(row, set())), wanted
+        most_of_all = sum(REUSING.choosing(HEADS).most_brought(count + 1) for count in now.slots.counts)
+        assert brought == (left * layout.row_bytes, (most_of_all - left) * layout.row_bytes)
+        assert not left if step % 2 else left > 0
 
 
 def test_a_read_that_fails_is_an_error(disk: DiskTier) -> None:

@@ -31,6 +31,11 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
     ("options", "message"),
     [
         ({"kv_policy": "full", "heavy": 3}, "kv_policy 'full' does not take heavy; it takes kv_recall, kv_recall_together"),
+        ({"kv_policy": "h2o", "kv_recall": 0.1, "kv_recall_reuse": True}, "'h2o' does not take kv_recall_reuse"),
+        (
+            {"kv_recall_reuse": True},
+            "kv_recall_reuse keeps what kv_recall has read; give kv_recall, or leave",
+        ),
         ({"kv_policy": "local", "heavy": 3}, "kv_policy 'local' does not take heavy; it takes recent, hh_ratio, kv_budget"),
         ({"kv_policy": "tova", "score_decay": 0.5}, "kv_policy 'tova' does not take score_decay"),
         ({"kv_policy": "h2o", "heavy": -1}, "heavy is -1; allowed is a whole number from 0 to 10000000"),

@@ -27,7 +27,7 @@ from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.executor import MovedInParts
 from h2o_flexgen.engine.rows import BatchRows, RowRange
 from h2o_flexgen.engine.stores.host_attention_exchange import PartOfPrompts, PartsOnTheWay
-from h2o_flexgen.engine.stores.kv_pages import KVPages
+from h2o_flexgen.engine.stores.kv_pages import KVPages, TokensRead
 from h2o_flexgen.engine.stores.layer_judges import Judges
 from h2o_flexgen.kernels.evict import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
@@ -106,7 +106,7 @@ class KVStore:
         self._layouts = {place: layout for place, layout in layouts.items() if layout is not None}
         beside = ((place, own) for place, own in self._layouts.items() if self._schedule.traffic.is_beside(*place))
         self._places = {place: planned.prompt_places(place, own) for place, own in beside}
-        self.spared_bytes = 0  # of tokens that several heads have chosen
+        self.spared_bytes = 0  # of tokens that several heads have chosen, or that the step before has read
         for pages in self._pages.values():
             pages.begin()
         for place in self._layouts:
@@ -138,7 +138,7 @@ class KVStore:
                 held.callback(memories.disk.free, self._on_disk[place])
                 if layout.in_pages:
                     memories.files.start_gathering()
-                    self._pages[place] = KVPages(self._on_disk[place], layout, memories.disk)
+                    self._pages[place] = KVPages(self._on_disk[place], layout, memories.disk, self._tokens_read(held, layout))
             else:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = memory.alloc(layout.image_bytes)
@@ -148,6 +148,14 @@ class KVStore:
                 self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
             if self._policy.recall != ALL:
                 self._indices[place] = self._index(region, layout)
+
+    def _tokens_read(self, held: ExitStack, layout: KVLayout) -> TokensRead | None:
+        """Room for tokens that stay in memory between the steps that read them."""
+        if not (most := self._policy.reused_tokens(layout)):
+            return None
+        region = self._memories.host.alloc(layout.reused_bytes(most))
+        held.callback(self._memories.host.free, region)
+        return TokensRead(region, layout, most, self._memories.disk)
 
     def _index(self, region: Tensor | None, layout: KVLayout) -> KeyIndex:
         """An index behind what the policy notes of slots."""

@@ -15,8 +15,10 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy
+import torch
+from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import KVLayout
+from h2o_flexgen.core.buffer_layout import SLOT_NUMBER_BYTES, KVLayout
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.key_index import ChosenSlots
@@ -24,23 +26,78 @@ from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.policies.policy import KVPolicy
 
 Pair = tuple[numpy.ndarray, numpy.ndarray]
+NOWHERE = -1  # instead of the number of a slot
 
 
 class Brought(NamedTuple):
     moved: int  # bytes
-    spared: int  # bytes that would have come as well if no two heads had chosen alike
+    spared: int  # bytes that would have come as well if no two heads had chosen alike, and nothing had been in memory
+
+
+class TokensRead:
+    """The tokens of each row that the last step has read, in memory: the next one reads only others. Rows are known by their
+    places on disk."""
+
+    def __init__(self, region: Tensor, layout: KVLayout, most: int, disk: DiskTier) -> None:
+        """`region`: room for so many tokens of each row."""
+        self._disk, self._most, middle = disk, most, layout.rows * most * SLOT_NUMBER_BYTES
+        self._slots = numpy_of(region[:middle].view(torch.int64), writes=True).reshape(layout.rows, most)
+        values = region[middle : layout.reused_bytes(most)]
+        self._values = numpy_of(values, writes=True).reshape(layout.rows, most * layout.row_bytes)
+        self.forget()
+
+    def forget(self, place: int | slice = slice(None)) -> None:
+        """Forgets the tokens of a row, or of all."""
+        self._slots[place] = NOWHERE
+
+    def bring(self, image: numpy.ndarray, wanted: numpy.ndarray, places: Sequence[int]) -> numpy.ndarray:
+        """Copies those of the wanted tokens (rows, slots) that are here to an image. Returns the others."""
+        left: numpy.ndarray = wanted.copy()
+        self._disk.files.each(lambda row: self._bring_row(image, row, places[row], left[row]), range(len(left)))
+        return left
+
+    def take(self, image: numpy.ndarray, read: numpy.ndarray, places: Sequence[int]) -> None:
+        """Takes the tokens (rows, slots) that were read, in place of those that were not wanted."""
+        self._disk.files.each(lambda row: self._take_row(image, row, places[row], read[row]), range(len(read)))
+
+    def _bring_row(self, image: numpy.ndarray, row: int, place: int, left: numpy.ndarray) -> None:
+        own = self._slots[place]
+        is_wanted = (own != NOWHERE) & left[own]
+        own[~is_wanted] = NOWHERE
+        entries = is_wanted.nonzero()[0]
+        slots = own[entries]
+        for there, here in self._by_head(image, row, place):
+            there[slots] = here[entries]
+        left[slots] = False
+
+    def _take_row(self, image: numpy.ndarray, row: int, place: int, read: numpy.ndarray) -> None:
+        own, slots = self._slots[place], read.nonzero()[0]
+        entries = (own == NOWHERE).nonzero()[0][: len(slots)]
+        own[entries] = slots
+        for there, here in self._by_head(image, row, place):
+            here[entries] = there[slots]
+
+    def _by_head(self, image: numpy.ndarray, row: int, place: int) -> Iterator[Pair]:
+        """The slots of each head of a row in an image, and its tokens here. (slots or tokens, width)"""
+        sets, _, heads, _, width = image.shape
+        values = self._values[place].view(image.dtype).reshape(sets, heads, self._most, width)
+        return ((image[own, row, head], values[own, head]) for own, head in product(range(sets), range(heads)))
 
 
 class KVPages:
-    def __init__(self, home: DiskRegion, layout: KVLayout, disk: DiskTier) -> None:
+    def __init__(self, home: DiskRegion, layout: KVLayout, disk: DiskTier, before: TokensRead | None = None) -> None:
+        """`before`: what the step before has read, where that stays."""
         self._home = home
         self._layout = layout
         self._disk = disk
+        self._before = before
         self._places = [*range(layout.rows)]  # of each row, on disk
 
     def begin(self) -> None:
         """Begins with other rows, or with one that lives on."""
         self._places = [*range(self._layout.rows)]
+        if self._before is not None:
+            self._before.forget()
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Row `kept[dst]` becomes row `dst`. The places of rows that have left are free for others."""
@@ -51,6 +108,9 @@ class KVPages:
 
     def write(self, image: numpy.ndarray, changed: Sequence[RowRange]) -> int:
         """Writes ranges of an image (sets, rows, heads, slots, width)."""
+        if self._before is not None:
+            for begun in (one.row for one in changed if not one.first):
+                self._before.forget(self._places[begun])
         self._disk.files.each(lambda cut: self._write_groups(image, cut), [*self._cuts(changed)])
         return self._nbytes(changed)
 
@@ -133,8 +193,11 @@ class KVPages:
             return Brought(0, 0)
         counts, layout = choice.now.slots.counts, self._layout
         wanted = _wanted(numpy_of(choice.slots), counts, layout.slots)
-        self._disk.gather(self._home, self._on_disk(wanted, counts), image)
-        brought = int(wanted.sum()) * layout.row_bytes
+        left = wanted if self._before is None else self._before.bring(image, wanted, self._places)
+        self._disk.gather(self._home, self._on_disk(left, counts), image)
+        if self._before is not None:
+            self._before.take(image, left, self._places)
+        brought = int(left.sum()) * layout.row_bytes
         choosing = policy.choosing(layout.heads)
         most = sum(choosing.most_brought(count + 1) for count in counts) * layout.row_bytes
         return Brought(brought, most - brought)

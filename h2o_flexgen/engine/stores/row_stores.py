@@ -130,7 +130,7 @@ class KVLevels:
 
     @property
     def skipped_bytes(self) -> Counter[str]:
-        """The bytes of tokens that several heads chose, and that came once, by lane."""
+        """The bytes of tokens that several heads chose, and that came once, or that were there, by lane."""
         return Counter({READ: sum(store.spared_bytes for store in self._stores)})
 
     def write(self, task: Task) -> int:
