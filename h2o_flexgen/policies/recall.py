@@ -18,7 +18,7 @@ RECALLED = 0.1  # the share that a search may take where it is allowed to
 ALL = 1.0  # the share with which nothing is chosen
 INDEX = BY_BITS[4]  # the format in which keys are compared with queries
 UNLIKE = 1 / 3  # of what a head chooses, the part that none before it has chosen, as measured
-REPEATED = 0.75  # of what a step brings, the part that the step before has brought, as measured
+REPEATED = 2 / 3  # of what a step brings, the part that the step before has brought, as measured
 FINENESS = 1e-9  # a tenth of 30 tokens is 3 of them, whatever a product of floating point says
 
 
