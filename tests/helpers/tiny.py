@@ -174,7 +174,7 @@ _KIMI: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
     "linear_num_heads": 2,
-    "linear_head_dim": 24,
+    "linear_head_dim": 32,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 _OF_DELTA = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
