@@ -15,6 +15,7 @@ from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safet
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.session.opened_model import OpenedModel
 
@@ -35,11 +36,7 @@ def made_up_of(model: str, dtype: str, folder: Path) -> Path:
     """A folder with a known model's config and the shapes of its tensors: every system makes the weights up in memory."""
     own = folder / f"{model.replace('/', '--')}-{dtype}-made-up"
     if not is_made_up(str(own)):
-        config = known_config(model, dtype=dtype)  # transformers saves it
-        if config is None:
-            raise ValueError(UNKNOWN.format(model))
-        own.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(own)
+        _save_config(model, dtype, own)
         write_shapes(own, {tensor.name: tensor.shape for tensor in spec_of(model, dtype).tensors.values()})
     return own
 
@@ -50,10 +47,23 @@ def made_up_spec(model: str, dtype: str) -> ModelSpec:
 
 
 def spec_of(model: str, dtype: str) -> ModelSpec:
+    return create_model(_known(model), dtype, sep_layer=False, name=model).spec
+
+
+def _known(model: str) -> Config:
     config = known_config(model)
     if config is None:
         raise ValueError(UNKNOWN.format(model))
-    return create_model(config, dtype, sep_layer=False, name=model).spec
+    return config
+
+
+def _save_config(model: str, dtype: str, folder: Path) -> None:
+    """Other systems read it with transformers, so transformers writes it."""
+    from transformers import CONFIG_MAPPING
+
+    values = vars(_known(model))
+    folder.mkdir(parents=True, exist_ok=True)
+    CONFIG_MAPPING[values["model_type"]].from_dict({**values, "dtype": dtype}).save_pretrained(folder)
 
 
 def spec_in(file: Path, dtype: str, plan: Plan | None = None) -> ModelSpec:
@@ -62,8 +72,7 @@ def spec_in(file: Path, dtype: str, plan: Plan | None = None) -> ModelSpec:
 
 
 def write_checkpoint(model: str, dtype: str, folder: Path) -> None:
-    spec, config = spec_of(model, dtype), known_config(model, dtype=dtype)  # transformers saves it
-    assert config is not None
+    spec = spec_of(model, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     require_free_space(folder, spec.weight_bytes, f"a checkpoint of {model}")
     source = DummySource(seed=0, dtype=dtype, offload_dir=folder)
@@ -80,7 +89,7 @@ def write_checkpoint(model: str, dtype: str, folder: Path) -> None:
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / name, [TensorHeader(one.name, getattr(torch, dtype), one.shape) for one in tensors], value)
         places |= {one.name: name for one in tensors}
-    config.save_pretrained(folder)
+    _save_config(model, dtype, folder)
     index = {"metadata": {"total_size": spec.weight_bytes}, "weight_map": places}
     (folder / DONE).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
