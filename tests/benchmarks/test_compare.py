@@ -331,7 +331,7 @@ def tiny(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "opt") -> Pa
     """A checkpoint of tiny shapes, as the comparison writes one of known shapes."""
     from benchmarks.comparison import checkpoint as written
 
-    monkeypatch.setattr(written, "known_config", lambda _, **changes: tiny_config(kind, **changes))
+    monkeypatch.setattr(written, "known_config", lambda _: SimpleNamespace(**tiny_config(kind).to_dict()))
     return checkpoint_of("tiny", "float32", folder)
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -497,7 +498,7 @@ def test_the_document_becomes_tables_of_two_pages(calls: Calls, tmp_path: Path) 
 @pytest.fixture
 def tiny_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of a tiny OPT whose weights are made up."""
-    monkeypatch.setattr(checkpoint, "known_config", lambda _, **changes: tiny_config("opt"))
+    monkeypatch.setattr(checkpoint, "known_config", lambda _: SimpleNamespace(**tiny_config("opt").to_dict()))
     return made_up_of("tiny", "float32", tmp_path)
 
 
