@@ -23,7 +23,7 @@ from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.prompts import Prompt
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints
-from tests.helpers.pairwise import on_devices
+from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.test_stream import GROWTH, LENGTHS, MIXES, nothing_runs_on, same
 
@@ -84,7 +84,7 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path, at_once: 
         assert guests.heard[place] == list(arrival.completion.token_ids)
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES))
+@pytest.mark.parametrize("values", on_devices(CHOICES, share=ELSEWHERE))
 def test_each_row_says_what_the_resident_loop_says_of_it_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

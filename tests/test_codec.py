@@ -18,7 +18,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.schedule import Key, Op
 from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generate_with
 from tests.helpers.inverted import TRAILER, Inverted, opened_inverted
-from tests.helpers.pairwise import on_devices
+from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.planning.test_machine import SMALL
 from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
 
@@ -32,7 +32,7 @@ CASES = {name: choices for name, choices in CHOICES.items() if name not in LEFT_
 }
 
 
-@pytest.mark.parametrize("values", on_devices(CASES))
+@pytest.mark.parametrize("values", on_devices(CASES, share=ELSEWHERE))
 def test_tokens_and_logits_equal_the_resident_loop_when_weights_come_from_a_packed_file(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

@@ -18,9 +18,9 @@ from h2o_flexgen.schedule.ops import Op
 from tests.engine.test_shrink import case_of, fail_at, same
 from tests.helpers import tiny
 from tests.helpers.contract import POLICIES, UNLIKE, Case, Checkpoints, Logits, generate_with
-from tests.helpers.pairwise import on_devices
+from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.resident import resident_generate
-from tests.helpers.samples import first_of
+from tests.helpers.samples import every_nth, first_of
 
 ON_DEVICE, ON_HOST, ON_DISK, MIXED = (100, 0) * 3, (0, 100) * 3, (0, 0) * 3, (30, 30, 20, 50, 40, 30)
 ARCHITECTURES = ("opt", "llama-gqa", "neox-parallel")
@@ -56,7 +56,7 @@ PLANS = {  # the head forces tokens, which knows nothing of policies: two of the
 }
 
 
-@pytest.mark.parametrize("values", on_devices(PLANS))
+@pytest.mark.parametrize("values", on_devices(PLANS, share=ELSEWHERE))
 def test_greedy_tokens_that_are_forced_change_nothing(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -75,7 +75,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", every_nth(CASES, 2), ids=str)
 def test_any_tokens_that_are_forced_are_seen_as_the_resident_loop_sees_them(
     case: Case, checkpoints: Checkpoints, offload: Path
 ) -> None:

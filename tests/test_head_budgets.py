@@ -31,7 +31,7 @@ from tests import test_shared_prefixes as prefixes
 from tests import test_stream as stream
 from tests.engine.test_graphs import RESIDENT, is_without_graphs, replayed
 from tests.helpers.contract import BY_HEAD, FEW_LOOK_BACK, MIXED_HEADS, WEIGHTS, Case, Checkpoints, head_budgets, hold_contract
-from tests.helpers.pairwise import on_devices
+from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.tiny import BLOCKS
 from tests.planning.worlds import tiny_spec
 from tests.policies.oracle import Head
@@ -139,7 +139,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES))
+@pytest.mark.parametrize("values", on_devices(CHOICES, share=ELSEWHERE))
 def test_tokens_and_logits_equal_the_resident_loop(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -180,7 +180,7 @@ SHARING = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(SHARING))
+@pytest.mark.parametrize("values", on_devices(SHARING, share=ELSEWHERE))
 def test_prefixes_that_rows_share(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     case = prefixes.SharedCase(own=prefixes.OWN[:7], gpu_batch_size=3, least_own=4, **values)
     prefixes.hold_contract(case, checkpoints, offload)

@@ -96,7 +96,7 @@ def is_of_files(pair: Mapping[Name, Any]) -> bool:
     return kept in (None, KEPT[0], KEPT[3]) or "device" in pair
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES, is_of_files, share=0.5))
+@pytest.mark.parametrize("values", on_devices(CHOICES, is_of_files, share=0.3))
 def test_each_row_says_what_it_says_alone_behind_what_an_earlier_process_has_kept(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, tmp_path: Path, pretended: None
 ) -> None:

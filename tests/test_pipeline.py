@@ -27,7 +27,7 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Visit
 from tests.helpers.contract import UNLIKE, WEIGHTS, Case, Checkpoints, generate_with, hold_contract
-from tests.helpers.pairwise import most_of
+from tests.helpers.pairwise import ELSEWHERE, most_of
 from tests.helpers.pretended import pretend
 from tests.helpers.tiny import BLOCKS
 from tests.planning.test_cost import assert_moved_as_predicted
@@ -57,7 +57,7 @@ def on(devices: int, **values: Any) -> Case:
     return Case(policy=policy, device="pretended", **values)
 
 
-@pytest.mark.parametrize("values", most_of(CHOICES, needs=has_code_elsewhere))
+@pytest.mark.parametrize("values", most_of(CHOICES, has_code_elsewhere, ELSEWHERE))
 def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

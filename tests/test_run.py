@@ -38,6 +38,7 @@ from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
 from tests.helpers.probes import made_up_probe
+from tests.helpers.samples import first_of
 from tests.helpers.signals import as_in_a_terminal
 from tests.helpers.tiny import POSITIONS, save_tiny, tiny_config
 
@@ -565,7 +566,7 @@ def test_breakdown_shows_the_seconds_of_every_operation_without_overlap(command:
 # -- which model ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", [(), ("--dummy-weights",)], ids=["of the package", "random"])
+@pytest.mark.parametrize("weights", first_of([(), ("--dummy-weights",)], 1), ids=["of the package", "random"])
 def test_without_a_model_a_small_one_uses_every_tier(command: Any, weights: tuple[str, ...]) -> None:
     result = command(*weights, "--prompt-len", 5, "--gen-len", 2, "--gpu-batch-size", 1)
     assert result.status == 0, result.err

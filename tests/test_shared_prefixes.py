@@ -24,7 +24,7 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers import tiny
 from tests.helpers.contract import POLICIES, UNLIKE, WEIGHTS, Case, Checkpoints
-from tests.helpers.pairwise import on_devices
+from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.resident import resident_behind
 from tests.kernels.variants import used
 from tests.test_contract import has_code_elsewhere
@@ -91,7 +91,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES, has_code_elsewhere))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code_elsewhere, ELSEWHERE))
 def test_each_row_says_what_it_says_alone_behind_its_prefix(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

@@ -36,7 +36,7 @@ from tests import test_conversation as talks
 from tests import test_pipeline as pipelines
 from tests import test_stream as stream
 from tests.helpers.contract import BY_HEAD, GATED, POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
-from tests.helpers.pairwise import in_turn, most_of, on_devices
+from tests.helpers.pairwise import ELSEWHERE, in_turn, most_of, on_devices
 from tests.helpers.refusals import one_line
 from tests.helpers.tiny import tiny_config
 from tests.planning.test_cost import assert_moved_as_predicted
@@ -102,7 +102,7 @@ PIPED = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(PIPED))
+@pytest.mark.parametrize("values", most_of(PIPED, share=ELSEWHERE))
 def test_each_device_of_a_pipeline_keeps_the_states_of_its_layers(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -143,7 +143,7 @@ RUNNING = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(RUNNING))
+@pytest.mark.parametrize("values", on_devices(RUNNING, share=ELSEWHERE))
 def test_rows_that_come_and_go_say_what_they_say_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

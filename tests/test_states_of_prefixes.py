@@ -24,7 +24,7 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import BFLOAT16, JUDGED, PINNED
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import POLICIES, Checkpoints
-from tests.helpers.pairwise import on_devices
+from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.refusals import one_line
 from tests.test_arriving_prefixes import ArrivingCase, Counted, drawn, guests_of
 from tests.test_arriving_prefixes import hold_contract as hold_arriving
@@ -51,7 +51,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES))
+@pytest.mark.parametrize("values", on_devices(CHOICES, share=ELSEWHERE))
 def test_each_row_of_a_job_says_what_it_says_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -66,7 +66,7 @@ ARRIVING = CHOICES | {
 del ARRIVING["policy", "prefix_policy", "kv_codec"]
 
 
-@pytest.mark.parametrize("values", on_devices(ARRIVING))
+@pytest.mark.parametrize("values", on_devices(ARRIVING, share=ELSEWHERE))
 def test_each_row_that_arrives_says_what_it_says_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

@@ -28,7 +28,7 @@ from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.engine.test_shrink import same as same_but_for_last_bits
 from tests.helpers.contract import POLICIES, UNLIKE, WEIGHTS, Case, Checkpoints, compare_each_alone, recorded_logits
 from tests.helpers.held_by_hand import HELD
-from tests.helpers.pairwise import on_devices
+from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.samples import first_of, spread
 from tests.test_contract import has_code_elsewhere
 
@@ -77,7 +77,7 @@ def streamed(llm: LLM, requests: Sequence[Request], **options: Any) -> list[Comp
     return sorted(llm.generate_stream(requests, **options), key=lambda one: one.index)
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES, has_code_elsewhere))
+@pytest.mark.parametrize("values", on_devices(CHOICES, has_code_elsewhere, ELSEWHERE))
 def test_each_row_says_what_the_resident_loop_says_of_it_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:

@@ -72,7 +72,7 @@ def said(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
     return [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for each in completions for one in each.outputs]
 
 
-@pytest.mark.parametrize("case", every_nth([replace(case, lengths=LENGTHS) for case in CASES], 2), ids=str)
+@pytest.mark.parametrize("case", every_nth([replace(case, lengths=LENGTHS) for case in CASES], 3), ids=str)
 def test_tokens_are_those_of_taking_them_one_by_one(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     with case.open(checkpoints, offload) as llm:
         found, passes = streamed(llm, requests_of(case))

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import psutil
 
-from h2o_flexgen.core.environment import existing_folder
+from h2o_flexgen.core.environment import cores, existing_folder
 
 DISTURBING = 0.1  # cores
 DISTURBING_BYTES = 20e6  # a second, to and from the disk
 SECTOR = 512  # bytes, in which Linux counts whatever the disk has
 LOOK_SECONDS = 0.5
+LEAST_SECONDS = 0.25  # the system counts busy time in hundredths, core by core: of less time they say nothing
 
 
 class Others:
@@ -32,8 +33,9 @@ class Others:
         return max(time.perf_counter() - self._begun, 1e-9)
 
     def cores(self) -> float:
-        """The cores that others kept busy since the beginning, on average."""
-        return max(0.0, (_busy_seconds() - self._busy - (_own_seconds() - self._own)) / self.seconds)
+        """The cores that others kept busy since the beginning, on average: no more than this process may use."""
+        busy = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        return min(max(0.0, busy / max(self.seconds, LEAST_SECONDS)), float(cores()))
 
     def own_cores(self) -> float:
         """Those that this process had."""
@@ -41,7 +43,7 @@ class Others:
 
     def disk_bytes_per_s(self) -> float:
         """The bytes a second that others moved to and from the disk since the beginning."""
-        return max(0.0, (self._moved_by_others() - self._moved) / self.seconds)
+        return max(0.0, (self._moved_by_others() - self._moved) / max(self.seconds, LEAST_SECONDS))
 
     def disturbances(self) -> tuple[str, ...]:
         """What they did that a measurement feels: a line for each; none if other processes were quiet."""

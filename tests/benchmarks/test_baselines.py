@@ -63,7 +63,7 @@ def answer_of(request: Any) -> Any:
     return Answer.from_json(answer)
 
 
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", [slow(peer) if peer == "accelerate" else peer for peer in PEERS])
 def test_a_peer_that_is_installed_answers(peer: str, checkpoint: str, tmp_path: Path) -> None:
     """Every peer with every layout, each whole or shortened: every two of the three meet. One has a process of its own."""
     places = PEERS.index(peer) if peer in PEERS else 0, LAYOUTS.index(Path(checkpoint).name.rstrip("0123456789"))

@@ -375,6 +375,7 @@ def test_a_run_has_a_process_of_its_own_that_is_told_to_go_on(tmp_path: Path, mo
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_fails_says_why_in_a_line(tmp_path: Path) -> None:
     request = Request("h2o_flexgen", str(tmp_path), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path / "s"), {})
     launcher = Launcher(timeout=PATIENCE_SECONDS, environment={"PYTHONPATH": str(PROJECT)})

@@ -12,6 +12,7 @@ from tests.scripts.loading import load_script
 drafts = load_script("drafts.py", "benchmarks")
 
 
+@pytest.mark.slow
 def test_both_ways_say_the_same_and_their_rates_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new"
     given = ["--model", "demo", "--rounds", "1", "--tokens", "12", "--threads", "1", "--output", str(out)]

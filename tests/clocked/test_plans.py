@@ -25,7 +25,7 @@ from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
 from tests.helpers.held_by_hand import HELD
-from tests.helpers.pairwise import most_of
+from tests.helpers.pairwise import ELSEWHERE, most_of
 from tests.test_contract import MIXES, TIERS, has_code
 
 FEW = (5, 9, 2)
@@ -48,7 +48,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(PLANS, needs=has_code))
+@pytest.mark.parametrize("values", most_of(PLANS, has_code, ELSEWHERE))
 def test_blocks(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     values = dict(values)
     checker.streams_are_quick = values.pop("streams_are_quick")
@@ -97,7 +97,7 @@ RUNNING = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(RUNNING))
+@pytest.mark.parametrize("values", most_of(RUNNING, share=ELSEWHERE))
 def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     case = Case(lengths=stream.LENGTHS[:5], device=NAME, **values)
     stream.hold_contract(case, (3, 1, 4, 2, 5), by_twins, offload)
@@ -112,7 +112,7 @@ SHARING = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(SHARING, share=0.6))
+@pytest.mark.parametrize("values", most_of(SHARING, share=ELSEWHERE))
 def test_shared_prefixes(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     case = prefixes.SharedCase(own=prefixes.OWN[:7], growth=(2, 1, 3, 1, 4, 2, 1), device=NAME, **values)
     prefixes.hold_contract(case, by_twins, offload)
@@ -126,7 +126,7 @@ ARRIVING = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(ARRIVING))
+@pytest.mark.parametrize("values", most_of(ARRIVING, share=ELSEWHERE))
 def test_prefixes_that_arrive(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     policy = POLICIES[0] if values["prefix_policy"] == PINNED else POLICIES[2]
     case = arriving.ArrivingCase("llama-gqa", growth=(2, 1, 3, 1, 4, 2, 1, 3, 2, 1), policy=policy, device=NAME, **values)
@@ -144,7 +144,7 @@ TALKS = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(TALKS))
+@pytest.mark.parametrize("values", most_of(TALKS, share=ELSEWHERE))
 def test_conversations(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     if values["policy"] == talks.ROLLING:
         values = {**values, "kind": "llama-gqa", "prefill_tokens": 6}
@@ -162,7 +162,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("values", most_of(PIPELINES, share=0.6))
+@pytest.mark.parametrize("values", most_of(PIPELINES, share=ELSEWHERE))
 def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     values = {**values, "policy": (*values["policy"], ("pipeline", 2))}
     hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **values), by_twins, offload)
@@ -193,7 +193,7 @@ def test_attention_on_the_host(values: dict[str, Any], by_twins: Checkpoints, of
     assert any(task.startswith("ATTEND") for task in checker.tasks)
 
 
-@pytest.mark.parametrize("values", most_of(BY_PART, share=0.7))
+@pytest.mark.parametrize("values", most_of(BY_PART, share=ELSEWHERE))
 def test_prompts_go_home_part_by_part(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     how = {"gpu_batch_size": 4, "prefill_tokens": 3, "attend_on": HOST}
     hold_contract(Case("llama-gqa", lengths=(3, 2, 5, 1, 4), device=NAME, **how, **values), by_twins, offload)

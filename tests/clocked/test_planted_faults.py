@@ -420,9 +420,11 @@ FAULTS += [
     Planted("all batches ask the host in one place", all_batches_ask_in_one_place, BESIDE),
     Planted("questions are sent on a stream that nothing waits for", questions_are_sent_on_a_stream_of_their_own, BESIDE),
 ]
+OWN = every_nth((one for one in FAULTS if not one.is_alike), 2)
+OF_OTHERS = [slow(one) for one in FAULTS if one.is_alike]
 
 
-@pytest.mark.parametrize("planted", [slow(one) if one.is_alike else one for one in FAULTS], ids=str)
+@pytest.mark.parametrize("planted", OWN + OF_OTHERS, ids=str)
 def test_a_planted_fault_is_found(planted: Planted, by_twins: Checkpoints, offload: Path) -> None:
     assert any(run(case, planted.fault, by_twins, offload, planted.work).faults for case in planted.cases)
 
@@ -436,6 +438,6 @@ SOUND = [*MOST, *KV, *STATES, *SINGLE_SLOTS, *BESIDE, *BY_PART, HIDDEN_ON_DISK, 
 OTHERS = [replace(case, schedule=kind.name) for kind in (RowByRow, FlexGenBarrier) for case in (DISK, *KV, STATES[1])]
 
 
-@pytest.mark.parametrize("case", [*SOUND, *every_nth(OTHERS, 3)], ids=str)
+@pytest.mark.parametrize("case", every_nth([*SOUND, *OTHERS], 3), ids=str)
 def test_nothing_is_found_where_nothing_is_planted(case: Case, by_twins: Checkpoints, offload: Path) -> None:
     assert run(case, nothing, by_twins, offload).faults == []

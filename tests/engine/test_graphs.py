@@ -92,7 +92,7 @@ def test_rows_that_begin_to_evict_while_steps_are_replayed_take_new_graphs(
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
-@pytest.mark.parametrize("place", every_nth(range(len(LONG_ENOUGH)), 2))
+@pytest.mark.parametrize("place", every_nth(range(len(LONG_ENOUGH)), 3))
 def test_every_layer_of_every_family_is_recorded(place: int, checkpoints: Checkpoints, offload: Path) -> None:
     policies = [own for own in (*POLICIES, *BY_HEAD) if fits(LONG_ENOUGH[place], own)]
     format, product = WEIGHTS[place % len(WEIGHTS)]

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from h2o_flexgen.engine import recorder
-from h2o_flexgen.engine.recorder import KEPT, MORE, LatestSpans
+from h2o_flexgen.engine.recorder import LatestSpans
 from h2o_flexgen.schedule.ops import Key, Op
 from h2o_flexgen.schedule.trace import Span, Trace
 
-MOST_BYTES = 4 << 20
+MOST_BYTES = 250  # of a span that is kept, and of what is made when earlier ones become sums
 
 
 def made_up(count: int) -> list[Span]:
@@ -53,15 +53,19 @@ def test_earlier_spans_become_sums_by_lane(monkeypatch: pytest.MonkeyPatch) -> N
         assert trace.busy_seconds(lane) == pytest.approx(whole.busy_seconds(lane))
 
 
-def test_a_long_run_holds_little_memory() -> None:
-    some, latest = made_up(KEPT), LatestSpans()
+def test_a_long_run_holds_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as many tasks as are kept take no more than some bytes for each that is kept."""
+    monkeypatch.setattr(recorder, "KEPT", 400)
+    monkeypatch.setattr(recorder, "MORE", 100)
+    some = made_up(500)
     tracemalloc.start()
     try:
-        for _ in range(3):
+        latest = LatestSpans()
+        for _ in range(8):
             for span in some:
                 latest.add(span._replace(key=span.key._replace()))
         trace = latest.trace()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert KEPT <= len(trace.spans) <= KEPT + MORE and peak < MOST_BYTES
+    assert 400 <= len(trace.spans) <= 500 and peak < MOST_BYTES * 500

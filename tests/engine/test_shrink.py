@@ -30,7 +30,7 @@ from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule
 from tests.helpers.contract import POLICIES, Case, Checkpoints
-from tests.helpers.pairwise import most_of
+from tests.helpers.pairwise import ELSEWHERE, most_of
 from tests.helpers.samples import first_of
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
@@ -142,7 +142,7 @@ def is_of_rows(pair: Mapping[Any, Any]) -> bool:
     return "policy" not in pair or pair.get("place") in ("allocation", Op.COMPUTE) or pair["policy"] in SHORT["policy"][:2]
 
 
-@pytest.mark.parametrize("values", most_of(SHORT, needs=is_of_rows))
+@pytest.mark.parametrize("values", most_of(SHORT, is_of_rows, ELSEWHERE))
 def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

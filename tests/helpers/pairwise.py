@@ -19,6 +19,7 @@ Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names
 
 
 MOST = 0.8  # of the pairs that are needed meet in the cases of the default run
+ELSEWHERE = 0.6  # the same where what meets is held by other files as well: here work comes in another way
 
 
 def covering(

@@ -14,6 +14,7 @@ from h2o_flexgen.kernels.functions import FUNCTIONS
 
 NONE = pytest.param("none", marks=pytest.mark.skip("no library of kernels was built here"))
 VARIANTS = kernels.variants() or [NONE]
+OTHERS = VARIANTS[1:]  # than the best one
 NO_PAIRS = pytest.param(PAIRS, marks=pytest.mark.skip("this processor has no instructions for pairs of bfloat16"))
 WITH_PAIRS = [variant for variant in VARIANTS if variant in OF_PAIRS] or [NO_PAIRS]
 

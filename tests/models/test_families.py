@@ -52,7 +52,7 @@ def in_gguf(kind: str, place: Path) -> tuple[Path, PreTrainedModel]:
 CASES = [(kind, in_folder) for kind in of_each_type([*KINDS])] + [(kind, in_gguf) for kind in of_each_type(RELATIVES)]
 IDS = [f"{kind}-{save.__name__}" for kind, save in CASES]
 # the long texts of a default run: short ones of all families are those of transformers, too
-LONG = [case if place % 3 == 0 or case[0] in BEYOND else slow(*case) for place, case in enumerate(CASES)]
+LONG = [case if place % 5 == 0 or case[0] in BEYOND else slow(*case) for place, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize(("kind", "save"), LONG, ids=IDS)

@@ -21,6 +21,7 @@ from h2o_flexgen.models.whole_configs import TEXT_PARTS
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.prompts import read_message
 from tests.helpers.refusals import one_line
+from tests.helpers.samples import every_nth
 from tests.helpers.tiny import BLOCKS, KINDS, OF_STATES, POSITIONS, VOCAB
 
 STEPS, PROMPT = 40, [5, 17, 99]
@@ -100,7 +101,7 @@ def whole_model(model_type: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("model_type", TEXT_PARTS)
+@pytest.mark.parametrize("model_type", every_nth(TEXT_PARTS, 2))
 def test_texts_are_those_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
     model: Any = whole_model(model_type)
     model.save_pretrained(tmp_path, max_shard_size="40KB")

@@ -21,7 +21,8 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task
 from tests.helpers.contract import POLICIES, UNLIKE, Case, Checkpoints
-from tests.helpers.pairwise import in_turn, on_devices
+from tests.helpers.pairwise import ELSEWHERE, in_turn, on_devices
+from tests.helpers.samples import every_nth, spread
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
 ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 0, 100, 0, 100, 0)
@@ -51,7 +52,7 @@ def assert_moved_as_predicted(case: Case, checkpoints: Checkpoints, offload: Pat
 RUNS = {"schedule": tuple(SCHEDULES), "percent": (ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK)}
 
 
-@pytest.mark.parametrize("values", on_devices(RUNS))
+@pytest.mark.parametrize("values", on_devices(RUNS, share=ELSEWHERE))
 def test_a_run_moves_the_bytes_that_are_predicted_lane_by_lane(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
@@ -63,7 +64,9 @@ def test_a_run_moves_the_bytes_that_are_predicted_lane_by_lane(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("kind", "policy"),
-    [("gpt-oss", POLICIES[0]), ("gpt-oss", POLICIES[1]), ("llama-gqa", POLICIES[3]), ("llama-gqa", POLICIES[16])],
+    every_nth(
+        spread([("gpt-oss", POLICIES[1]), ("gpt-oss", POLICIES[0]), ("llama-gqa", POLICIES[16]), ("llama-gqa", POLICIES[3])]), 2
+    ),
 )
 def test_what_the_host_attends_moves_questions_answers_and_prompts(
     kind: str,

@@ -29,6 +29,7 @@ from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Data, Key, Op
 from tests.helpers.contract import Case, Checkpoints
+from tests.helpers.samples import first_of, spread
 from tests.helpers.tiny import BLOCKS
 from tests.planning.allocations import peak_allocated
 from tests.planning.test_cost import ALL_ON_DISK, MIXED, RAGGED, assert_moved_as_predicted
@@ -174,11 +175,13 @@ def test_a_text_ends_where_the_model_does_if_some_heads_keep_all_of_it() -> None
     check_positions(spec, Plan.create(**uneven(6, 4, (0.3, 0.55)), positions="rolling"), 0, 40, 60)
 
 
+MOVED = (ALL_ON_DISK, "group4"), (MIXED, "plain"), (ALL_ON_DISK, "plain"), (MIXED, "group4")
+
+
 # -- with a run ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED])
-@pytest.mark.parametrize("kv_codec", ["plain", "group4"])
+@pytest.mark.parametrize(("percent", "kv_codec"), first_of(spread(MOVED), 2))
 def test_a_run_moves_the_bytes_that_are_predicted(
     percent: tuple[float, ...], kv_codec: str, any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
@@ -191,7 +194,7 @@ def test_so_does_one_in_which_the_host_attends(checkpoints: Checkpoints, offload
     assert assert_moved_as_predicted(case, checkpoints, offload)["attend"] > 0
 
 
-@pytest.mark.parametrize("header", [0, 40])
+@pytest.mark.parametrize("header", first_of([40, 0], 1))
 def test_so_does_one_in_which_rows_come_and_go(header: int, any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     case = uneven_case(percent=ALL_ON_DISK, gpu_batch_size=3, device=any_device, prefill_tokens=64)
     random = Random(header)

@@ -14,7 +14,7 @@ from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.occupancy import Occupancy
 from tests.helpers.probes import OF_NO_MODEL
 
-DRAWN = settings(max_examples=100)  # of each policy
+DRAWN = settings(max_examples=50)  # of each policy
 LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=6)
 SLOTS: dict[str, dict[str, Any]] = {
     "heavy": {"heavy": 5},

@@ -16,6 +16,7 @@ from h2o_flexgen.evaluation.study.study_pictures import draw, kept_map
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from tests.helpers.contract import Checkpoints, distinct_prompts
+from tests.helpers.samples import first_of
 from tests.helpers.tiny import save_tiny
 
 TEXT = distinct_prompts((48,), seed=4)[0]
@@ -27,7 +28,7 @@ def studied(checkpoints: Checkpoints, kind: str = "llama-gqa", **options: Any) -
         return study(llm, TEXT, POLICIES, 0.25)
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel", "qwen3-5"])
+@pytest.mark.parametrize("kind", first_of(["llama-gqa", "qwen3-5", "opt", "neox-parallel"], 2))
 def test_devices_and_joined_layers_say_the_same(kind: str, any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     plain = studied(checkpoints, kind)
     for options in ({}, {"sep_layer": False}, {"percent": (0, 0, 100, 0, 100, 0)}):
