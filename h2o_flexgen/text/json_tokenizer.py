@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.core.files import read_document
 from h2o_flexgen.text.piece_file import ADDED, said_by_pieces
-from h2o_flexgen.text.tokenizer_classes import LLAMA, ROLES, ROLES_OF_LLAMA, text_of, understood
+from h2o_flexgen.text.tokenizer_classes import LLAMA, ROLES, ROLES_OF_LLAMA, TAKEN_AS_THEY_ARE, text_of, understood
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
@@ -102,11 +102,13 @@ class JsonTokenizer(WordTokenizer):
 def _read(folder: Path) -> JsonFiles | None:
     if any((folder / name).exists() for name in LEFT_TO_TRANSFORMERS):
         return None
-    settings = json.loads(read_document(folder / SETTINGS))
-    file = read_document(folder / RULES).decode() if (folder / RULES).exists() else _of_pieces(folder, settings)
-    settings = settings if (folder / RULES).exists() else {**settings, ADDED: None}
+    settings, model_type = json.loads(read_document(folder / SETTINGS)), _model_type(folder)
+    if (folder / RULES).exists():
+        file = read_document(folder / RULES).decode()
+    else:  # tokens that settings add are among those of the pieces already
+        file, settings = _of_pieces(folder, settings, model_type), {**settings, ADDED: None}
     said = json.loads(file)
-    known = understood(said, settings, _model_type(folder))
+    known = understood(said, settings, model_type)
     if known is None:
         return None
     roles = {**known.roles, **{role: text_of(settings[role]) for role in ROLES if role in settings}}
@@ -120,9 +122,11 @@ def _read(folder: Path) -> JsonFiles | None:
     return None if template is not None and not isinstance(template, str) else JsonFiles(folder, rules, special, template)
 
 
-def _of_pieces(folder: Path, settings: Mapping[str, Any]) -> str:
-    """What tokenizer.json would say of a file of SentencePiece."""
-    if settings["tokenizer_class"].removesuffix("Fast") != LLAMA or any(settings.get(key) for key in SEVERAL):
+def _of_pieces(folder: Path, settings: Mapping[str, Any], model_type: object) -> str:
+    """What tokenizer.json would say of a file of SentencePiece: a vocabulary, around which the class of LLaMA puts its parts.
+    Of tokens that take more of a text than themselves it says nothing, where tokenizer.json does."""
+    kind = settings["tokenizer_class"].removesuffix("Fast")
+    if kind != LLAMA or model_type in TAKEN_AS_THEY_ARE or any(settings.get(key) for key in SEVERAL):
         raise ValueError(f"{RULES} is missing")
     older = folder / OLDER if settings.get(ADDED) is None else None
     named = json.loads(read_document(older)) if older is not None and older.is_file() else {}

@@ -20,18 +20,8 @@ AS_IT_IS = ("PreTrainedTokenizer", "TokenizersBackend")
 # names; and those that have the named class, even one with parts of its own.
 TAKEN_AS_THEY_ARE = (
     *("mistral", "mixtral", "ministral", "ministral3", "mistral3", "phi3", "ernie4_5", "ernie4_5_moe", "minimax_m2"),
-    *(
-        "kimi_linear",
-        "granite",
-        "granitemoe",
-        "granitemoehybrid",
-        "stablelm",
-        "olmo2",
-        "olmo3",
-        "glm4",
-        "glm4_moe",
-        "glm4_moe_lite",
-    ),
+    *("granite", "granitemoe", "granitemoehybrid", "stablelm", "olmo2", "olmo3", "glm4", "glm4_moe", "glm4_moe_lite"),
+    "kimi_linear",
 )
 OF_ONE_CLASS: Mapping[str, str] = {
     "qwen2": "Qwen2Tokenizer",
@@ -41,7 +31,9 @@ OF_THE_NAMED_CLASS = (
     *("llama", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_neox", "olmo", "olmoe", "mpt"),
     *("falcon", "deepseek_v2", "deepseek_v3", "smollm3", "arcee", "apertus", "bamba"),
 )
-REBUILT_FROM = 5  # the release of transformers that builds tokenizers of LLaMA with other parts than their files have
+# The release of transformers that builds tokenizers of LLaMA with other parts than their files have. Those before put tokens
+# around texts of LLaMA, Gemma and GPT-NeoX as settings say, whatever their files do.
+REBUILT_FROM = 5
 LARGE = 100_000  # tokens: of larger vocabularies of Mistral transformers says that their rule may be wrong
 SUFFIXES = "end_of_word_suffix", "continuing_subword_prefix"
 OF_MODELS = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges", *SUFFIXES)
@@ -95,11 +87,11 @@ class BuiltParts:
             model["type"] == "BPE"
             and all((model.get(key) or None) == wanted.get(key) for key in OF_MODELS)
             and found == [self.normalizer, self.pre_tokenizer, self.decoder]
-            and (self.adds_tokens or not (said["post_processor"] or {}).get("special_tokens"))
+            and (self.adds_tokens or not _adds_tokens(said["post_processor"]))
         )
 
 
-OF_QWEN = BuiltParts(COMPOSED, _cut_at(QWEN2), have_to_be_said=ROLES[:3])
+OF_QWEN = BuiltParts(COMPOSED, _cut_at(QWEN2), have_to_be_said=(*ROLES[:3], "pad_token"))
 BUILT_ANEW: Mapping[str, BuiltParts] = {
     "GPT2Tokenizer": BuiltParts(None, _of_bytes(finds_words=True), have_to_be_said=ROLES[:3]),
     "Qwen2Tokenizer": OF_QWEN,
@@ -138,9 +130,9 @@ def understood(said: Mapping[str, Any], settings: Mapping[str, Any], model_type:
         return None
     if kind in AS_IT_IS or (is_rebuilt and model_type in TAKEN_AS_THEY_ARE):
         return None if _is_changed(said, settings, model_type) else Understood(said)
-    if kind not in ANY_MODEL and model_type not in (None, *OF_THE_NAMED_CLASS):
+    if kind not in ANY_MODEL and (not is_rebuilt or model_type not in (None, *OF_THE_NAMED_CLASS)):
         return None
-    if kind == LLAMA and is_rebuilt:
+    if kind == LLAMA:
         return _of_llama(said, settings)
     parts = BUILT_ANEW.get(kind)
     if parts is None or settings.get(ADDS_SPACE) or any(role not in settings for role in parts.have_to_be_said):
@@ -180,6 +172,15 @@ def _kinds(part: object) -> set[object]:
     if isinstance(part, Mapping):
         return {part.get("type")}.union(*map(_kinds, part.values()))
     return set().union(*map(_kinds, part)) if isinstance(part, (list, tuple)) else set()
+
+
+def _adds_tokens(part: Mapping[str, Any] | None) -> bool:
+    """Whether a post-processor may add tokens to texts."""
+    if part is None or part["type"] == OF_BYTES:
+        return False
+    if part["type"] == "Sequence":
+        return any(map(_adds_tokens, part["processors"]))
+    return part["type"] != "TemplateProcessing" or bool(part["special_tokens"])
 
 
 def _of_decoder(part: Mapping[str, object]) -> object:

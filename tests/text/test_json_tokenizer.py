@@ -182,7 +182,10 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "a normalizer": ("gpt2", lambda said, settings: said.update(normalizer={"type": "NFC"})),
     "words as they are": ("qwen2", of_model("ignore_merges", True)),
     "no role": ("gpt2", lambda said, settings: settings.pop("unk_token")),
+    "no padding": ("qwen2", lambda said, settings: settings.pop("pad_token")),
     "another start": ("neox", lambda said, settings: said.update(post_processor=BEFORE_TEXTS)),
+    "a start in a sequence": ("neox", lambda said, settings: said.update(post_processor=AMONG_OTHERS)),
+    "a start as of BERT": ("neox", lambda said, settings: said.update(post_processor=OF_BERT)),
     "a token of the class": ("gemma", lambda said, settings: said["added_tokens"].pop()),
     "no pieces": ("gemma", of_model("byte_fallback", False)),
     "another unknown token": ("gemma", of_model("unk_token", "<pad>")),
@@ -191,12 +194,16 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "a model of words": ("llama", of_model("type", "WordLevel")),
     "spaces before bytes": ("llama of bytes", lambda said, settings: settings.update(add_prefix_space=True)),
 }
+SAYS_PLACES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BEFORE_TEXTS = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
     "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
 }
+
+AMONG_OTHERS = {"type": "Sequence", "processors": [SAYS_PLACES, BEFORE_TEXTS]}
+OF_BERT = {"type": "BertProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0]}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -275,6 +282,27 @@ def test_files_of_pieces_that_are_broken_or_say_more_are_left_to_transformers(tm
         assert JsonFiles.of(tmp_path) is None
 
 
+@pytest.mark.parametrize("model_type", [None, "llama", *TAKEN_AS_THEY_ARE])
+def test_files_of_pieces_are_read_where_transformers_puts_the_parts_of_llama_around_them(
+    model_type: str | None, tmp_path: Path
+) -> None:
+    save_pieces(tmp_path, LETTERS, {})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    files = JsonFiles.of(tmp_path)
+    assert (files is not None) == (model_type not in TAKEN_AS_THEY_ARE)
+    assert files is None or files.rules.encode("hell é", add_special_tokens=False).tokens == ["▁hell", "▁", "é"]
+
+
+def test_a_sequence_that_adds_no_tokens_is_read(tmp_path: Path) -> None:
+    SAVED["neox"](tmp_path)
+    file = tmp_path / "tokenizer.json"
+    said = json.loads(file.read_text())
+    said["post_processor"] = {"type": "Sequence", "processors": [SAYS_PLACES, said["post_processor"] or SAYS_PLACES]}
+    file.write_text(json.dumps(said))
+    ours, theirs = load_tokenizer(tmp_path, None, 400), FolderTokenizer(tmp_path)
+    assert isinstance(ours, JsonTokenizer) and ours.encode("hello <s>x") == theirs.encode("hello <s>x")
+
+
 @pytest.mark.parametrize(
     ("kind", "model_type", "is_read"),
     [
@@ -302,10 +330,13 @@ def test_large_vocabularies_of_mistral_are_left_to_transformers(tmp_path: Path, 
     assert JsonFiles.of(tmp_path) is None
 
 
-def test_files_of_llama_are_left_to_a_release_of_transformers_that_takes_them_as_they_are(
+KINDS_OF_RELEASE_4 = {**dict.fromkeys(("llama", "mistral", "gemma", "neox"), False), "qwen2": True, "as it is": True}
+
+
+def test_files_are_left_to_a_release_of_transformers_that_takes_them_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kind, is_read in (("llama", False), ("mistral", False), ("gemma", True), ("as it is", True)):
+    for kind, is_read in KINDS_OF_RELEASE_4.items():
         SAVED[kind](tmp_path / kind)
         monkeypatch.setattr(tokenizer_classes, "version", lambda name: "4.57.1")
         assert (JsonFiles.of(tmp_path / kind) is not None) == is_read
