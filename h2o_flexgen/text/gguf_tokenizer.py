@@ -55,7 +55,8 @@ DIGIT, THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 LAST_SPACES = r"\s+(?!\S)|\s+"
 SPACES = _any(r"\s*[\r\n]+", LAST_SPACES)
 BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
-HIGH, LOW = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+HIGH_ONES, LOW_ONES, NO_HAN = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"&&[^\p{Han}]"
+HIGH, LOW = f"[{HIGH_ONES}]", f"[{LOW_ONES}]"
 NAME, CAPITALS = f"{BEFORE_WORD}{HIGH}*{LOW}+", f"{BEFORE_WORD}{HIGH}+{LOW}*"
 ASCII_SIGN = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 CHINESE, CHINESE_OR_KANA = r"[一-龥ࠀ-一가-퟿]+", r"[一-龥぀-ゟ゠-ヿ]+"
@@ -66,6 +67,9 @@ QWEN2 = _any(ANY_CASE, WORD, DIGIT, SIGNS, SPACES)
 QWEN35 = _any(ANY_CASE, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", DIGIT, r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", SPACES)
 TEKKEN = _any(NAME, CAPITALS, DIGIT, SIGNS_WITH_SLASHES, SPACES)
 GPT4O = _any(f"{NAME}{ANY_CASE}?", f"{CAPITALS}{ANY_CASE}?", THREE_DIGITS, SIGNS_WITH_SLASHES, SPACES)
+KIMI_NAME = f"{BEFORE_WORD}[{HIGH_ONES}{NO_HAN}]*[{LOW_ONES}{NO_HAN}]+{ANY_CASE}?"
+KIMI_CAPITALS = f"{BEFORE_WORD}[{HIGH_ONES}{NO_HAN}]+[{LOW_ONES}{NO_HAN}]*{ANY_CASE}?"
+KIMI = _any(r"\p{Han}+", KIMI_NAME, KIMI_CAPITALS, THREE_DIGITS, SIGNS, SPACES)  # the model's own; llama.cpp parts no capitals
 SEED_CODER = _any(ANY_CASE, WORD, DIGIT, r" ?[^\s\p{L}\p{N}\r\n]+", SPACES)
 DEEPSEEK3 = _any(f"{ASCII_SIGN}[A-Za-z]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", SPACES)
 
@@ -87,6 +91,7 @@ WORD_RULES: Mapping[str, WordRule] = {
     **_same("qwen35", WordRule((QWEN35,), composes=True)),
     **_same("tekken", WordRule((TEKKEN,), True, adds_start=True)),
     **_same("gpt-4o llama4 kanana2 talkie minimax-m2", WordRule((GPT4O,))),
+    **_same("kimi-k2", WordRule((KIMI,), keeps_whole=True)),
     **_same("seed-coder", WordRule((SEED_CODER,))),
     **_same("deepseek-coder", WordRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE, DIGIT))),
     **_same("deepseek-v3 hunyuan-dense joyai-llm", WordRule((THREE_DIGITS, CHINESE_OR_KANA, DEEPSEEK3))),

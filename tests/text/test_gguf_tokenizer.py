@@ -154,6 +154,18 @@ def test_texts_are_cut_into_words_as_by_what_the_library_has_for_gpt2_and_for_di
             assert words(name, text) == spans, (name, text)
 
 
+OF_KIMI = (
+    ["Hello", "World", " it's", " ", "123", "45", "!\n\n", " ", " x"],
+    ["今日", "はWord", "漢字", " ok", ",", "漢字", "abc", "的", "LLMs"],
+    [" ", "〇一", " a\u0301", "漢", " ア", "一", " ", "々"],
+)
+
+
+@pytest.mark.parametrize("expected", OF_KIMI)
+def test_the_rule_of_kimi_parts_chinese_characters_from_other_letters(expected: list[str]) -> None:
+    assert words("kimi-k2", "".join(expected)) == expected
+
+
 def test_every_rule_loses_no_letter(byte_level: dict[str, Any], file: Path) -> None:
     for name, rule in WORD_RULES.items():
         values = {**byte_level, PREFIX + "pre": name}
@@ -164,7 +176,7 @@ def test_every_rule_loses_no_letter(byte_level: dict[str, Any], file: Path) -> N
             assert tokenizer.decode(ids, skip_special_tokens=False) == composed, (name, text)
 
 
-@pytest.mark.parametrize(("rule", "keeps"), [("llama-bpe", True), ("smaug-bpe", False)])
+@pytest.mark.parametrize(("rule", "keeps"), [("llama-bpe", True), ("kimi-k2", True), ("smaug-bpe", False)])
 def test_some_rules_keep_a_word_whole_that_is_a_token(byte_level: dict[str, Any], file: Path, rule: str, keeps: bool) -> None:
     tokenizer = opened(file, with_tokens(byte_level, {"zzzz": TokenType.NORMAL}, pre=rule))
     assert (len(tokenizer.encode_more("zzzz")) == 1) == keeps, "no merges lead to it"
