@@ -87,7 +87,7 @@ static ALWAYS_INLINE void read_fadings(const char *from, token *t, long width)
 static void read_token(const passing *p, long row, long head, long at, token *t)
 {
     const long key_head = p->is_tiled ? head % p->key_heads : head / (p->heads / p->key_heads);
-    const float size = number_of_token(&p->sizes, row, head, at), scale = p->corrects ? 1.0f / sqrtf((float)p->key_width) : 1.0f;
+    const float scale = p->corrects ? 1.0f / sqrtf((float)p->key_width) : 1.0f;
     read_key(slot_at(&p->q, row, key_head, at), t->q, p->key_width, p->q.kind, p->corrects, scale);
     read_key(slot_at(&p->k, row, key_head, at), t->k, p->key_width, p->k.kind, p->corrects, 1.0f);
     if (p->by_value) {
@@ -95,7 +95,7 @@ static void read_token(const passing *p, long row, long head, long at, token *t)
         t->share = number_of_token(&p->betas, row, head, at);
         return;
     }
-    const float rate = number_of_head(p->rates, head, 1.0f);
+    const float size = number_of_token(&p->sizes, row, head, at), rate = number_of_head(p->rates, head, 1.0f);
     t->fading = expf(size * (p->are_logs ? -expf(rate) : rate));
     t->share = p->corrects ? number_of_token(&p->betas, row, head, at) : size;
 }
@@ -126,7 +126,7 @@ static ALWAYS_INLINE void pass(char *state, const token *now, const float *next_
                                enum rule rule, int kind, const floats *added, floats *read, floats *found)
 {
     const long register_bytes = itemsize_of(kind) * LANES;
-    const floats of_all = all(now->fading);
+    const floats of_all = all(rule == DELTA_BY_VALUE ? 0.0f : now->fading);
     floats sums[FEW], next[FEW];
 #pragma GCC unroll 4
     for (int part = 0; part < registers; part++)

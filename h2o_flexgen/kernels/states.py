@@ -54,7 +54,8 @@ def gated_delta(
     q, k, v, out = *map(with_neighbours, (q, k, v)), torch.empty(v.shape, dtype=v.dtype)
     by_value = decay.dim() == v.dim()
     assert not by_value or (decay.dtype == torch.float32 and decay.shape[2:] == (v.shape[2], k.shape[-1]))
-    fading = _by_heads(with_neighbours(decay)) if by_value else _of_each(decay)
+    decay = with_neighbours(decay) if by_value else decay  # by its name: places keep an address, and no tensor
+    fading = _by_heads(decay) if by_value else _of_each(decay)
     of_tokens = *map(_by_heads, (q, k, v)), fading, _of_each(beta), HeadNumbers.of(None), HeadNumbers.of(None)
     given = _Passing(*of_tokens, corrects=True, by_value=by_value, is_tiled=is_tiled, is_trial=is_trial)
     _pass_states(v, q, state, given, out, lengths)

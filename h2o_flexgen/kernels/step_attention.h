@@ -244,7 +244,7 @@ typedef struct {
 
 typedef void (*fixed_action)(const queries_of_head *h);
 typedef const fixed_action (*fixed_actions)[4];
-extern const fixed_action scoring[2][4], summing[2][4];
+extern const fixed_action scoring[2][4], summing[2][4] __attribute__((visibility("hidden")));
 
 /* A single query is as fast in float32 where registers are wide enough for a table of a group's values, and integers would have no
    instruction for their products in the narrowest ones. */

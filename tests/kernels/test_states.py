@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from h2o_flexgen.formats.kernel_sizes import STATE_CHUNK, shared
 from h2o_flexgen.formats.kernel_table import TORCH
+from h2o_flexgen.kernels import native, states
 from h2o_flexgen.kernels.recording import CallRecording, WorkingRoom
 from tests.helpers.all_of import all_of
 from tests.kernels.state_cases import (
@@ -197,6 +200,30 @@ def test_channels_are_convolved_as_torch_does_it(
     with in_c(variant):
         near(case(), twin.by_twin(), dtype)
     assert torch.equal(case.state, twin.state)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("made", [*DELTA_CASES, scan_case])
+def test_copies_of_values_that_lie_apart_are_kept_until_they_are_read(
+    variant: str, made: MadeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, copies = made(2, 5), list[ReferenceType[Tensor]]()
+    apart = replace(case.again(), tokens=[each.transpose(1, -1).contiguous().transpose(1, -1) for each in case.tokens])
+
+    def noted(x: Tensor, keep: Callable[[Tensor], Tensor] = states.with_neighbours) -> Tensor:
+        near_ones = keep(x)
+        copies.append(ref(near_ones))
+        return near_ones
+
+    def checked(name: str, *given: Any) -> None:
+        assert copies and all(copy() is not None for copy in copies)
+        native.run(name, *given)
+
+    with in_c(variant):
+        expected = case()
+        monkeypatch.setattr(states, "with_neighbours", noted)
+        monkeypatch.setattr(states, "run", checked)
+        assert torch.equal(apart(), expected) and torch.equal(apart.state, case.state)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
