@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +33,7 @@ WEIGHT_OF_DISK = 7.0
 READ, WRITE, BOTH = "disk_read_per_s", "disk_write_per_s", "disk_both"
 READS_BESIDE, COMPUTING_BESIDE = "reads_beside_computing", "computing_beside_reads"
 SMALL_READS, SMALL_WRITES = "small_reads_per_s", "small_writes_per_s"
-PAGES = 2048  # that are asked for at once, as a step may do
+PAGES, FEW_PAGES = 2048, 64  # that are asked for at once, as a step may do; and first, to see how long they take
 ROWS, SIDE = 16, 2048  # of a product beside which is read
 COPY, SUM = "host_copy_per_s", "host_read_per_s"
 LINKS = {  # page-locked host memory: rate to the device, and back
@@ -91,6 +91,7 @@ class DiskTrial:
         self._files, self._disk = memories.files, memories.disk
         self._seconds_per_byte, self._now, self._watch = seconds_per_byte, now, watch
         self._next: Counter[tuple[str, int]] = Counter()  # chunk that each worker of a lane is at, in its part of the file
+        self._pages = numpy.zeros((1, PAGES, 1, 1, ALIGNMENT), numpy.uint8)
         self._region: DiskRegion | None = None
         self._size = self._chunk = self._chunks = 0
 
@@ -156,18 +157,26 @@ class DiskTrial:
         """Pages a second that lie anywhere in the file: read as steps read the tokens that they choose, and written as they
         write their newest ones."""
         assert self._region is not None
-        size, image = self._chunks * self._chunk // ALIGNMENT, numpy.zeros((1, PAGES, 1, 1, ALIGNMENT), numpy.uint8)
-        places = Random(0).choices(range(size), k=PAGES)
-        groups = numpy.array([(row, place * ALIGNMENT, 0) for row, place in enumerate(places)], numpy.int64)
-        wanted = TokensOnDisk(groups, numpy.ones(PAGES, numpy.int64), ALIGNMENT, 1)  # as if each were a row's only one
+        pages = range(self._chunks * self._chunk // ALIGNMENT)
+        starts = [page * ALIGNMENT for page in Random(0).choices(pages, k=PAGES)]
         self._files.start_gathering()
-        read = partial(self._disk.gather, self._region, wanted, image)
-        write = partial(self._files.each, self._write_page, [place * ALIGNMENT for place in places])
-        return {SMALL_READS: self._pages_per_s(read, seconds), SMALL_WRITES: self._pages_per_s(write, seconds)}
+        write = partial(self._files.each, self._write_page)
+        ways: dict[str, Callable[[Sequence[int]], object]] = {SMALL_READS: self._gather, SMALL_WRITES: write}
+        return {name: self._pages_per_s(move, starts, seconds) for name, move in ways.items()}
 
-    def _pages_per_s(self, action: Callable[[], object], seconds: float) -> float:
+    def _pages_per_s(self, move: Callable[[Sequence[int]], object], starts: Sequence[int], seconds: float) -> float:
+        """A few tell how many there may be at once. A slow disk would take much longer than these seconds for all of them."""
         ends = self._now() + seconds
-        return PAGES * self._per_second(action, lambda: self._now() >= ends)
+        rate = FEW_PAGES * self._per_second(partial(move, starts[:FEW_PAGES]), lambda: True)
+        if (count := min(len(starts), int(rate * seconds))) <= FEW_PAGES:
+            return rate
+        return count * self._per_second(partial(move, starts[:count]), lambda: self._now() >= ends)
+
+    def _gather(self, starts: Sequence[int]) -> None:
+        assert self._region is not None
+        groups = numpy.array([(row, start, 0) for row, start in enumerate(starts)], numpy.int64)
+        wanted = TokensOnDisk(groups, numpy.ones(len(starts), numpy.int64), ALIGNMENT, 1)  # as if each were a row's only one
+        self._disk.gather(self._region, wanted, self._pages[:, : len(starts)])
 
     def _write_page(self, start: int) -> None:
         assert self._region is not None
