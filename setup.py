@@ -83,6 +83,14 @@ def compiles(flags):
     return succeeds([*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull])
 
 
+def may_fail(name, in_place):
+    """Whether a build goes on without a library: one that was not asked for, or whose processor the compiler does not know.
+    Where there is no compiler, only a build in place ends."""
+    if not compiles([]):
+        return not in_place
+    return not (in_place or REQUESTED) or not compiles(PROCESSORS[name])
+
+
 def succeeds(command):
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -112,14 +120,18 @@ class BuildBeside(build_ext):
     """Builds libraries beside each other: the files of all pass one pool. They have the same sources, so each has a folder for
     what is compiled.
 
-    A checkout is used where it is installed, so it gets what this processor runs. A wheel may go elsewhere, and gets all.
+    A checkout is used where it is installed, so it gets what this processor runs. A wheel may go elsewhere, and gets all. Where
+    a library cannot be made, the old one goes: it would be used on, and nothing would say that it is old.
     """
 
     def finalize_options(self):
         super().finalize_options()
         self.jobs, self.parallel = self.parallel or os.cpu_count(), len(PROCESSORS)  # those of each library wait for the pool's
-        names = REQUESTED or (for_this_processor() if self.inplace or self.editable_mode else [*PROCESSORS])
-        self.extensions = [extension for extension in self.extensions if extension.name.rpartition("._")[2] in names]
+        self.for_checkout, in_place = self.inplace or self.editable_mode, self.inplace and not self.editable_mode
+        names = REQUESTED or (for_this_processor() if self.for_checkout else [*PROCESSORS])
+        self.extensions = [extension for extension in self.extensions if processor_of(extension) in names]
+        for extension in self.extensions:
+            extension.optional = may_fail(processor_of(extension), in_place)
 
     def build_extensions(self):
         with ThreadPoolExecutor(self.jobs) as self.pool:
@@ -127,9 +139,8 @@ class BuildBeside(build_ext):
 
     def build_extension(self, ext):
         """A checkout that is installed again, with other extras, keeps the libraries that are younger than their sources."""
-        beside = KERNELS / Path(self.get_ext_filename(ext.name)).name
+        beside, made = KERNELS / Path(self.get_ext_filename(ext.name)).name, Path(self.get_ext_fullpath(ext.name))
         if self.editable_mode and not self.force and not newer_group([*ext.sources, *ext.depends, "setup.py"], str(beside)):
-            made = Path(self.get_ext_fullpath(ext.name))
             made.parent.mkdir(parents=True, exist_ok=True)
             copyfile(beside, made)
             return
@@ -137,9 +148,19 @@ class BuildBeside(build_ext):
         own.build_temp = os.path.join(self.build_temp, ext.name)
         own.compiler = copy(self.compiler)
         own.compiler.compile = partial(compile_beside, self.pool, self.compiler)
-        if any(flag.startswith("-mavx") for flag in ext.extra_compile_args):
+        is_due = self.force or newer_group([*ext.sources, *ext.depends], str(made))
+        if is_due and any(flag.startswith("-mavx") for flag in ext.extra_compile_args):
             ext.extra_compile_args = with_header_read(self.compiler, own.build_temp, ext.extra_compile_args)
-        build_ext.build_extension(own, ext)
+        try:
+            build_ext.build_extension(own, ext)
+        except Exception:
+            for old in (made, *([beside] if self.for_checkout else [])):
+                old.unlink(missing_ok=True)
+            raise
+
+
+def processor_of(extension):
+    return extension.name.rpartition("._")[2]
 
 
 def kernels(processor, flags):
@@ -149,7 +170,6 @@ def kernels(processor, flags):
         depends=[str(file) for file in sorted(KERNELS.glob("*.h"))],
         extra_compile_args=[*OPTIMISED, "-fopenmp-simd", "-pthread", "-fno-math-errno", "-fno-trapping-math", *flags],
         extra_link_args=["-pthread"],
-        optional=True,
     )
 
 

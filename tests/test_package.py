@@ -183,6 +183,31 @@ def test_a_checkout_that_is_installed_again_compiles_what_has_changed_alone(tmp_
     assert installed(3).startswith(b"\x7fELF")
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+def test_a_source_that_does_not_compile_ends_a_build_in_place_and_takes_the_old_library_away(tmp_path: Path) -> None:
+    kernels = tmp_path / "h2o_flexgen" / "kernels"
+    kernels.mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+
+    def built(source: str, *words: str, **environment: str) -> tuple[bool, int]:
+        """Whether a build is content, and how many libraries there are behind it."""
+        (kernels / "one.c").write_text(source)
+        command = [sys.executable, *(words or ("setup.py", "build_ext", "--inplace", "--force"))]
+        known = os.environ | {"H2O_FLEXGEN_BUILD": BASELINE, **environment}
+        run = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, check=False)
+        return run.returncode == 0, len([*kernels.glob("*.so")])
+
+    right, wrong, again = "int one(void) { return 1; }\n", "int one = ;\n", ("-c", AGAIN, "made", "parts")
+    assert built(right) == (True, 1)
+    assert built(wrong) == (False, 0), "it was made in place"
+    assert built(right, *again) == (True, 1)
+    assert built(wrong, *again) == (False, 0), "it was asked for"
+    assert built(right) == (True, 1)
+    assert built(wrong, *again, H2O_FLEXGEN_BUILD="") == (True, 0), "torch does its work"
+    assert built(right, *again, CC="false") == (True, 0), "there is no compiler"
+    assert built(right, CC="false") == (False, 0), "there is none, and it was to be made in place"
+
+
 def test_sources_that_are_compiled_first_are_there() -> None:
     named = re.findall(r'"(\w+\.c)"', (ROOT / "setup.py").read_text())
     assert named and all((ROOT / "h2o_flexgen" / "kernels" / name).is_file() for name in named)
