@@ -72,7 +72,7 @@ class LatestSpans:
         self._packed = numpy.empty(KEPT + MORE, COLUMNS)
         self._count = 0
         self._lanes: dict[str, int] = {}
-        self._earlier: Mapping[str, tuple[float, int]] = {}
+        self._earlier: dict[str, tuple[float, int]] = {}  # busy seconds and bytes of each lane
 
     def add(self, span: Span) -> None:
         if self._count == len(self._packed):
@@ -82,15 +82,30 @@ class LatestSpans:
         self._count += 1
 
     def _drop_earlier(self) -> None:
-        trace = self.trace()
-        self._earlier, self._count = trace.with_latest(KEPT).earlier, 0
-        for span in trace.spans[-KEPT:]:
-            self.add(span)
+        """Adds all but the latest spans to the sums of their lanes. A step waits for this, so none becomes an object."""
+        in_order = self._in_order()
+        gone = in_order[:-KEPT]
+        for lane, number in self._lanes.items():
+            if len(own := gone[gone["lane"] == number]):
+                seconds, moved = self._earlier.get(lane, (0.0, 0))
+                self._earlier[lane] = (seconds + _busy_seconds(own), moved + int(own["bytes"].sum()))
+        self._packed[:KEPT], self._count = in_order[-KEPT:], KEPT
+
+    def _in_order(self) -> numpy.ndarray:
+        """The spans in the order of their starts."""
+        packed = self._packed[: self._count]
+        in_order: numpy.ndarray = packed[packed["start"].argsort(kind="stable")]
+        return in_order
 
     def trace(self) -> Trace:
-        packed = self._packed[: self._count]
-        in_order = packed[packed["start"].argsort(kind="stable")]
-        return Trace(PackedSpans(in_order, tuple(self._lanes)), self._earlier)
+        return Trace(PackedSpans(self._in_order(), tuple(self._lanes)), dict(self._earlier))
+
+
+def _busy_seconds(own: numpy.ndarray) -> float:
+    """Seconds with at least one of a lane's spans, which are in the order of their starts."""
+    reached = numpy.maximum.accumulate(own["end"])
+    reached = numpy.concatenate(([0.0], reached[:-1]))  # before each
+    return float(numpy.maximum(0.0, own["end"] - numpy.maximum(own["start"], reached)).sum())
 
 
 class Recorder:

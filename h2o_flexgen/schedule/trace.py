@@ -67,11 +67,6 @@ class Trace:
     def moved_bytes(self, lane: str) -> int:
         return self.earlier.get(lane, (0.0, 0))[1] + sum(span.bytes for span in self.spans if span.lane == lane)
 
-    def with_latest(self, count: int) -> Trace:
-        """Only the latest spans, with sums for each lane's earlier ones: a long job has more spans than should be kept."""
-        gone = Trace(self.spans[:-count], self.earlier)
-        return Trace(self.spans[-count:], {lane: (gone.busy_seconds(lane), gone.moved_bytes(lane)) for lane in gone.lanes})
-
     def step_ends(self) -> list[float]:
         """When the last COMPUTE of each step ended: the differences are the times of the decode steps."""
         ends: dict[int, float] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
@@ -51,6 +53,24 @@ def test_earlier_spans_become_sums_by_lane(monkeypatch: pytest.MonkeyPatch) -> N
     for lane in whole.lanes:
         assert trace.moved_bytes(lane) == whole.moved_bytes(lane)
         assert trace.busy_seconds(lane) == pytest.approx(whole.busy_seconds(lane))
+
+
+def test_earlier_spans_become_sums_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens in the middle of a step."""
+    monkeypatch.setattr(recorder, "KEPT", 800)
+    monkeypatch.setattr(recorder, "MORE", 200)
+    *spans, last = made_up(1001)
+    latest, calls = LatestSpans(), Counter[str]()
+    for span in spans:
+        latest.add(span)
+    profiler = sys.getprofile()
+    sys.setprofile(lambda frame, event, value: calls.update([event]))
+    try:
+        latest.add(last)
+    finally:
+        sys.setprofile(profiler)
+    assert len(latest.trace().spans) == 801 and latest.trace().earlier
+    assert calls.total() < len(spans), "nothing is called for each of them"
 
 
 def test_a_long_run_holds_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
