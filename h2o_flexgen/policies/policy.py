@@ -14,7 +14,7 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import SUM
 from h2o_flexgen.policies.kv_options import ROLLING, KVOptions, row_of
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget, StepSlots
-from h2o_flexgen.policies.recall import ALL, NEWEST, RECENT, Choosing
+from h2o_flexgen.policies.recall import ALL, Choosing
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by, if no judge says it
 VALUE_NORMS, PROBE = "value norms", "probe"  # judges that an option or a file brings; others have one policy, which names them
@@ -99,13 +99,12 @@ class KVPolicy:
 
     @property
     def reuses_read(self) -> bool:
-        """Whether what a step has read from disk stays in memory for the next one."""
-        return self.options.kv_recall_reuse
+        """Whether what a step has read from disk stays in memory for the next one. Where steps attend all, it passes by."""
+        return self.options.kv_recall_reuse and self.recall != ALL
 
     def choosing(self, heads: int) -> Choosing:
         """How so many KV heads of a layer choose."""
-        choosers, recent = 1 if self.chooses_together else heads, RECENT if self.keeps_all else NEWEST
-        return Choosing(self.recall, choosers, recent, self.reuses_read)
+        return Choosing(self.recall, 1 if self.chooses_together else heads, self.keeps_all, self.reuses_read)
 
     def reused_tokens(self, layout: KVLayout) -> int:
         """The tokens of each row for which there is room in memory between the steps that read them."""

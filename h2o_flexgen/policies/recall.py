@@ -32,13 +32,17 @@ class Choosing(NamedTuple):
 
     share: float
     heads: int  # that choose by themselves
-    recent: int = RECENT  # of the newest slots, which all heads choose; else slots have no order, and heads hold other tokens
+    in_order: bool = True  # slots have the order of the text; else heads hold other tokens in them, and share no newest ones
     reuses: bool = False  # what the step before has read is in memory
 
     @property
+    def _newest(self) -> int:
+        """Those of the newest that all heads choose, without the step's own: it is not on disk yet."""
+        return (RECENT if self.in_order else NEWEST) - 1
+
+    @property
     def _always(self) -> int:
-        """Those that all heads choose, without the step's own: it is not on disk yet."""
-        return FIRST + self.recent - 1
+        return FIRST + self._newest
 
     @property
     def _always_brought(self) -> int:
@@ -55,14 +59,16 @@ class Choosing(NamedTuple):
     def usually_brought(self, held: int) -> float:
         """The tokens that a step is expected to bring."""
         wanted = self._usually_wanted(held)
-        return 1 + (1 - REPEATED) * max(0.0, wanted - self._always) if self.reuses else wanted
+        if not self.reuses:
+            return wanted
+        return min(float(self.most_brought(held)), 1 + (1 - REPEATED) * max(0.0, wanted - self._always))
 
     def _usually_wanted(self, held: int) -> float:
         """The tokens that any head is expected to choose. Each further head adds a part of what it chooses: of SmolLM2's three
         heads a third (docs/log/eviction.md). Where slots have no order, heads choose as if they drew them."""
         chosen = attended(self.share, held) - 1
         own, others = max(0, chosen - self._always), max(1, held - 1 - self._always)
-        if self.recent == NEWEST:
+        if not self.in_order:
             return chosen - own + others * (1 - (1 - own / others) ** self.heads)
         return float(min(self.most_brought(held), chosen + UNLIKE * (self.heads - 1) * own))
 
@@ -73,8 +79,8 @@ class Choosing(NamedTuple):
         if on_disk <= always:
             return groups
         chosen = (self.usually_brought(held) - always) / (on_disk - always)
-        newest = self.recent - 1
-        at_ends = ceil(FIRST / tokens) + ((newest + tokens - 1) / tokens if newest else 0)  # they begin anywhere in one
+        newest = (self._newest + tokens - 1) / tokens if self._newest else 0  # they begin anywhere in one
+        at_ends = ceil(FIRST / tokens) + newest
         at_ends = min(groups, 1 if self.reuses else at_ends)
         return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
 

@@ -197,7 +197,7 @@ def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 30])
 def test_page_groups_that_come_are_those_with_any_chosen_token(tokens: int, share: float, heads: int, recent: int) -> None:
     """Counted for tokens that are drawn."""
-    held, random, found, choosing = 2001, Random(1), list[int](), Choosing(share, heads, recent)
+    held, random, found, choosing = 2001, Random(1), list[int](), Choosing(share, heads, in_order=recent == RECENT)
     others = round(choosing.usually_brought(held)) - (FIRST + recent - 1)
     for _ in range(20):
         chosen = [*range(FIRST), *random.sample(range(FIRST, held - recent), others), *range(held - recent, held - 1)]
@@ -206,7 +206,7 @@ def test_page_groups_that_come_are_those_with_any_chosen_token(tokens: int, shar
 
 
 def test_heads_that_hold_other_tokens_bring_what_any_of_them_draws() -> None:
-    choosing, random, found = Choosing(0.1, 8, NEWEST), Random(2), list[int]()
+    choosing, random, found = Choosing(0.1, 8, in_order=False), Random(2), list[int]()
     for _ in range(20):
         drawn = (random.sample(range(FIRST, 2000), 201 - FIRST - NEWEST) for _ in range(8))
         found.append(FIRST + len({token for own in drawn for token in own}))
@@ -222,6 +222,7 @@ def test_of_what_the_step_before_has_not_read_a_third_comes() -> None:
     assert others.page_groups_brought(2001, 1) == pytest.approx(others.usually_brought(2001))
     assert 0.25 < others.page_groups_brought(2001, 8) / every.page_groups_brought(2001, 8) < 0.5
     assert [others.page_groups_brought(*asked) for asked in ((1, 8), (2, 8))] == [0, 1]
+    assert [others.usually_brought(held) for held in (1, 2)] == [0, 1], "the step's own token is not on disk"
 
 
 def test_one_page_group_comes_at_least_and_all_at_most() -> None:

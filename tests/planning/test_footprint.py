@@ -226,6 +226,18 @@ def test_weights_alone_stay_within_what_is_predicted_for_them(kind: str, checkpo
         assert llm.spec.weight_bytes < held_by(llm)[HOST] <= footprint.parts[HOST]["weights"]
 
 
+def test_what_the_step_before_has_read_is_counted_where_it_stays() -> None:
+    """Steps that attend all read whole ranges, and keep none of them."""
+
+    def kept(share: float) -> int:
+        plan = Plan.create(kv_recall=share, kv_recall_reuse=True).with_percent((100, 0, 0, 0, 100, 0)).at(Site())
+        return (
+            WorkloadPlan(tiny_spec(), plan, Workload((60, 70, 55), 12), Site()).footprint.parts[HOST].get("KV read before", 0)
+        )
+
+    assert kept(0.5) > kept(1.0) == 0
+
+
 def test_the_disk_share_is_predicted_to_the_byte(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("llama-gqa", (0, 0, 0, 0, 0, 0), (50, 31, 17, 3), gpu_batch_size=2, num_gpu_batches=2)
     with case.open(checkpoints, offload) as llm:
