@@ -90,7 +90,8 @@ class RoundsTaken:
         found = []
         for each in ([*self.figures(title)] for title in titles):
             if len(each) > 1:
-                found += [max(values) / min(values) for name in each[0] if min(values := [one[name] for one in each]) > 0]
+                shared = set(each[0]).intersection(*each)  # an earlier version may have measured less
+                found += [max(values) / min(values) for name in shared if min(values := [one[name] for one in each]) > 0]
         return sorted(found)[len(found) * 9 // 10] if found else 1.0
 
     def figures(self, title: str) -> Iterator[Figures]:
@@ -351,8 +352,8 @@ def _machine(
         computing_beside_reads=figures.get(moving.COMPUTING_BESIDE, 1.0),
         kv_read_per_s=figures["kv_read_per_s"],
         kv_write_per_s=figures["kv_write_per_s"],
-        small_reads_per_s=figures[moving.SMALL_READS],
-        small_writes_per_s=figures[moving.SMALL_WRITES],
+        small_reads_per_s=figures.get(moving.SMALL_READS, Machine.small_reads_per_s),  # a profile that goes on may lack them
+        small_writes_per_s=figures.get(moving.SMALL_WRITES, Machine.small_writes_per_s),
         host_read_per_s=figures[moving.SUM],
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(*PRODUCT_OPS)),
         decoded_values_per_s=_rates(figures, products.DECODING, measured_formats()),

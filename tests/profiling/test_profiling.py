@@ -581,6 +581,26 @@ def test_a_profile_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> N
     assert len(set(rest)) < 12 and machine.has_accelerator is False and not partial.exists()
 
 
+def test_a_profile_that_an_earlier_version_began_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knew no small reads of a disk. What it has measured counts."""
+    partial, new = tmp_path / "here.partial", (moving.SMALL_READS, moving.SMALL_WRITES)
+    monkeypatch.setattr(RoundsTaken, "forget", lambda self: None)
+    profile(Device(), tmp_path, "here", "float32", TINY, partial=partial, now=clock_of_steps())
+    lines = [json.loads(line) for line in partial.read_text().splitlines()]
+    rates = [found["figures"].pop(name) for *_, found in lines for name in new if name in found["figures"]]
+    assert rates
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    machine = profile(Device(), tmp_path, "here", "float32", TINY, partial=partial, now=clock_of_steps())
+    assert (machine.small_reads_per_s, machine.small_writes_per_s) == (Machine.small_reads_per_s, Machine.small_writes_per_s)
+
+
+def test_rounds_of_two_versions_are_compared_by_what_both_have_measured() -> None:
+    taken = RoundsTaken()
+    for number, figures in enumerate(({"a": 1.0}, {"a": 2.0, "b": 5.0}, {"a": 3.0})):
+        taken.add(number, "disk", Measurement(figures, 1, 1.0))
+    assert taken.unsteadiness(["disk"]) == 1.5
+
+
 def test_what_was_measured_in_other_sizes_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "here.partial"
     one = Measurement({"a": 1.0}, 4, 2.0)
