@@ -206,7 +206,8 @@ class Group:
     add: Callable[..., argparse.Action]
 
     def option(self, one: Option, text: str = "", is_open: bool = False) -> None:
-        """The flag of an option. `is_open`: it is None unless it is given, and `text` says what is taken then."""
+        """The flag of an option. `is_open`: it is None unless it is given, and `text` says what is taken then. A `text` also
+        says how often it may be given."""
         how: dict[str, object] = {"dest": one.name, "help": text or one.text, "default": None if is_open else one.default}
         if one.metavar:
             how |= {"type": typed(one.allowed), "metavar": one.metavar}
@@ -216,7 +217,7 @@ class Group:
         elif isinstance(one.allowed, Choice):
             how["choices"] = tuple(one.allowed.names)
         if one.is_repeated:
-            how |= {"action": "append", "default": [], "help": f"{how['help']}; {REPEATABLE}"}
+            how |= {"action": "append", "default": [], "help": text or f"{one.text}; {REPEATABLE}"}
         self.add(*one.all_flags, **how)
 
     def value(

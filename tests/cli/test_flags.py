@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from h2o_flexgen.cli import (
     profile_request,
     run_request,
 )
-from h2o_flexgen.cli.flags import KV, MODEL, PLAN, SITE
+from h2o_flexgen.cli.flags import KV, MODEL, PLAN, REPEATABLE, SITE
 from h2o_flexgen.cli.run_request import parse, request_of
 from h2o_flexgen.core.allowed_values import Bounds, Choice, Truth
 from h2o_flexgen.core.option import Option, flags_written, options_of
@@ -169,3 +170,10 @@ def test_a_million_prompts_are_allowed_and_twenty_digits_are_not(capsys: pytest.
     with pytest.raises(SystemExit):
         parse(["--model", "m", "--num-prompts", "9" * 20])
     assert "give a whole number from 1 to 1000000\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("request_of_all", [run_request, chat_request])
+def test_an_adapter_that_all_texts_have_is_given_once(request_of_all: Any) -> None:
+    each = {one.option_strings[0]: one.help or "" for one in request_of_all.make_parser()._actions if one.option_strings}
+    assert REPEATABLE not in each["--lora"]
+    assert REPEATABLE in {one.option_strings[0]: one.help or "" for one in OF_BATCHES._actions if one.option_strings}["--lora"]
