@@ -16,7 +16,7 @@ from h2o_flexgen.cli.report import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
 from h2o_flexgen.cli.report.kept_by_policy import facts_kept
 from h2o_flexgen.cli.report.summary import guessed, say_broken
-from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason, unguessed_reason
+from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason, unguessed_reason, unread_reason
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
 from h2o_flexgen.core.hints import did_you_mean
@@ -51,6 +51,7 @@ def work(request: ChatRequest) -> None:
         with _opened(request, llm) as talk:
             say_slow(experts_reason(talk.planned_reply, is_talk=True))
             say_slow(unguessed_reason(talk.planned_reply))
+            say_slow(unread_reason(talk.planned_reply))
             chat = Chat(talk, style, params, is_typed)
             say(chat.greeting(llm))
             chat.run(turns)

@@ -44,7 +44,7 @@ WHERE_FOUND = f"where --percent is {AUTO}"
 SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # over every tier
 # without --model: the package's own, heavy hitters kept; or a small OPT where weights are to be random
 DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, **DEMO_SAMPLING}
-KV_IN_MEMORY = [20, 30, 20, 80, 100, 0]  # where a step chooses what it attends, or takes tokens back, KV must rest
+KV_IN_MEMORY = [20, 30, 20, 80, 100, 0]  # where guessed tokens are taken back, KV must rest
 NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
 FEW_PROMPTS = 4  # that are made up where nothing says how much is to be run
 SHOWS_TIERS = f"no --model: {DEMO}, the model of the package, spread over all tiers, with {H2O.name}, to show them"
@@ -124,12 +124,9 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 
 def _demo_run(asked: Namespace) -> Mapping[str, object]:
-    """The run without --model. Its KV on disk gives way to what needs it in memory, and its policy to what needs all tokens."""
-    recalls = asked.kv_recall is not None
-    if not recalls and asked.draft == PLAN["draft"].default:
-        return DEMO_RUN
-    kept = {name: value for name, value in DEMO_RUN.items() if name != "kv_policy" or not recalls}
-    return {**kept, "percent": KV_IN_MEMORY}
+    """The run without --model. Its KV on disk gives way to guesses, and its policy to a recall, which keeps all tokens."""
+    kept = {name: value for name, value in DEMO_RUN.items() if name != "kv_policy" or asked.kv_recall is None}
+    return kept if asked.draft == PLAN["draft"].default else {**kept, "percent": KV_IN_MEMORY}
 
 
 def request_of(flags: Namespace) -> RunRequest:

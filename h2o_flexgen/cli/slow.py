@@ -12,7 +12,7 @@ from dataclasses import replace
 from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import NEARLY_ALL, asked_for, rows_asking
-from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.site import DISK, Site
 from h2o_flexgen.engine.graphs import BY_ADAPTERS
 from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH, TRITON
 from h2o_flexgen.kernels.functions import why_launches_are_slow
@@ -43,6 +43,7 @@ def plan_reasons(planned: WorkloadPlan, arithmetic: Arithmetic) -> Iterator[str]
     yield from kernel_reasons(arithmetic)
     yield from experts_reason(planned.blocks.first)
     yield from unguessed_reason(planned.blocks.first)
+    yield from unread_reason(planned.blocks.first)
     if arithmetic.processor is not None:
         yield from unchecked_reason(planned.plan, planned.site)
 
@@ -123,6 +124,16 @@ def unguessed_reason(first: BlockPlan) -> Iterator[str]:
     else:
         why, mending = "keys and values move, so that guesses would move more", "keep all KV in memory, or leave it out"
     yield f"--draft {first.plan.draft} guesses nothing: {why}; {mending}"
+
+
+def unread_reason(first: BlockPlan) -> Iterator[str]:
+    """The reason that no step keeps for the next one what it reads, where that is asked for."""
+    if not first.plan.kv_options.kv_recall_reuse:
+        return
+    if not first.plan.policy.reuses_read:
+        yield f"--kv-recall-reuse keeps nothing: --kv-recall {first.plan.policy.recall:g} reads all; give a smaller share"
+    elif DISK not in first.schedule.traffic.kv.values():
+        yield "--kv-recall-reuse keeps nothing: no KV is on disk, and steps read it where it is; leave it out"
 
 
 def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:

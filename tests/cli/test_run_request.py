@@ -158,7 +158,9 @@ def test_the_policy_of_the_demo_gives_way_to_what_needs_all_tokens() -> None:
     recalls, drafts, plain = asked("--kv-recall", "0.1").plan, asked("--draft", "ngram").plan, asked().plan
     assert isinstance(recalls, Plan) and isinstance(drafts, Plan) and isinstance(plain, Plan)
     assert (recalls.kv_policy, drafts.kv_policy, plain.kv_policy) == ("full", "h2o", "h2o")
-    assert recalls.percent[2:4] == drafts.percent[2:4] == (20, 80) != plain.percent[2:4]
+    assert drafts.percent[2:4] == (20, 80) != plain.percent[2:4] == recalls.percent[2:4]
+    again = asked("--kv-recall", "0.1", "--kv-recall-reuse").plan
+    assert isinstance(again, Plan) and again.policy.reuses_read and sum(again.percent[2:4]) < 100, "it reads KV from disk"
     both = asked("--kv-recall", "0.1", "--kv-policy", "h2o", "--kv-budget", "0.5").plan.first_plan
     assert (both.kv_policy, both.kv_options.kv_budget, both.policy.recall) == ("h2o", 0.5, 0.1)
     rolls = one_line(lambda: asked("--kv-recall", "0.1", "--kv-policy", "h2o", "--positions", "rolling"))

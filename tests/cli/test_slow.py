@@ -17,6 +17,7 @@ from h2o_flexgen.cli.slow import (
     kernel_reasons,
     say_slow,
     unguessed_reason,
+    unread_reason,
 )
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.formats import kernel_table
@@ -202,6 +203,21 @@ def test_drafts_where_nothing_is_guessed_are_named() -> None:
     ]
     assert unguessed((0, 0, 0, 100, 0, 100)) == unguessed((0, 100, 0, 100, 0, 100)) == []
     assert unguessed((0, 0, 0, 0, 0, 100), "off") == []
+
+
+def unread(percent: tuple[float, ...], **options: object) -> list[str]:
+    plan = Plan.create(**{"kv_recall": 0.1, "kv_recall_reuse": True, **options}).with_percent(percent).at(Site())
+    return list(unread_reason(BlockPlan.of(tiny_spec(), plan, block_of([[40] * 3]), Site())))
+
+
+def test_a_reuse_where_nothing_is_read_from_disk_is_named() -> None:
+    assert unread((0, 100, 0, 100, 0, 100)) == [
+        "--kv-recall-reuse keeps nothing: no KV is on disk, and steps read it where it is; leave it out"
+    ]
+    assert unread((0, 0, 0, 0, 0, 100), kv_recall=1.0) == [
+        "--kv-recall-reuse keeps nothing: --kv-recall 1 reads all; give a smaller share"
+    ]
+    assert unread((0, 0, 0, 0, 0, 100)) == unread((0, 100, 0, 100, 0, 100), kv_recall_reuse=False) == []
 
 
 def test_reasons_go_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
