@@ -137,7 +137,7 @@ def is_of_pages(pair: Mapping[Name, Any]) -> bool:
     return "stored" not in str([*pair]) or pair.get("num_gpu_batches") == 3
 
 
-@pytest.mark.parametrize("values", every_nth(most_of(FROM_PAGES, needs=is_of_pages), 2))
+@pytest.mark.parametrize("values", most_of(FROM_PAGES, needs=is_of_pages))
 def test_blocks_keep_their_place_in_a_page(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.pairwise import MOST, Name, covering, most_of, on_devices
+from tests.helpers.pairwise import MOST, Name, covering, in_turn, most_of, on_devices
 
 CHOICES: Mapping[Name, Any] = {
     "large": range(7),
@@ -64,3 +64,20 @@ def test_all_cases_run_on_a_gpu() -> None:
     on_a_gpu = [one for one in params if not isinstance(one, dict) and [mark.name for mark in one.marks] == ["cuda"]]
     both = covering({"small": (True, False), "large": range(5), "device": ("cpu", "pretended")})
     assert [case for one in on_a_gpu for case in one.values] == [{**case, "device": "cuda"} for case in both]
+
+
+@pytest.mark.parametrize("nth", [1, 3, 5])
+def test_no_value_is_on_one_device_alone_where_devices_take_turns(nth: int) -> None:
+    """The last choice alternates, as devices would."""
+    tiers = {"weights": range(3), "kv": range(3), "hidden": range(3), "attend_on": ("device", "host")}
+    default, slow = cases_of(in_turn(tiers, nth))
+    for name, values in tiers.items():
+        met = {(case[name], case["device"]) for case in default + slow if case["device"] != "cuda"}
+        assert met == {*itertools.product(values, ("cpu", "pretended"))}
+    assert len({(case["attend_on"], case["device"]) for case in default}) == 4
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_default_run_is_on_both_devices_where_they_take_turns(nth: int) -> None:
+    default, _ = cases_of(in_turn({"plan": range(6)}, nth))
+    assert [case["device"] for case in default][:2] == ["cpu", "pretended"]

@@ -150,9 +150,15 @@ def on_devices(choices: Mapping[Name, Sequence[object]], needs: Needs = lambda p
 
 
 def in_turn(choices: Mapping[str, Sequence[object]], nth: int = 1) -> list[Any]:
-    """All combinations, one on the CPU, the next on the CPU that pretends. A default run has each `nth` of them."""
-    every = (dict(zip(choices, values)) for values in itertools.product(*choices.values()))
-    cases: list[dict[str, Any]] = [{**case, "device": ("cpu", "pretended")[place % 2]} for place, case in enumerate(every)]
+    """All combinations, on the CPU and on the CPU that pretends in turn. A default run has each `nth` of them. Where one choice
+    alone changes, the device changes with each of its values; so no value goes with one device, as it would if devices
+    alternated: the last choice alternates as well."""
+    every = itertools.product(*(enumerate(values) for values in choices.values()))
+    cases = list[dict[str, Any]]()
+    for place, case in enumerate(every):
+        turn = sum(number for number, _ in case) + (0 if nth % 2 else place // nth)  # else a default run has one device
+        values = zip(choices, (value for _, value in case))
+        cases.append({**dict(values), "device": ("cpu", "pretended")[turn % 2]})
     return [*every_nth(cases, nth), *_on_a_gpu(cases)]
 
 
