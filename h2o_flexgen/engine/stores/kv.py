@@ -386,8 +386,8 @@ class KVStore:
     def write(self, task: Task) -> int:
         """Writes what the step changed from host to disk. Scattered slots go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
-        if (pages := self._pages.get((task.layer, task.batch))) is not None:
-            return self._write_pages(pages, self._values(task, writes=False), unit)
+        if (task.layer, task.batch) in self._pages:
+            return self._write_pages(task, unit)
         if unit.replaced is not None and len(unit.journaled) < self._layout(task).journal:
             unit.journaled.append(unit.replaced if unit.at_home is None else unit.at_home)
             return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
@@ -403,9 +403,9 @@ class KVStore:
         self.spared_bytes += brought.spared
         return brought.moved
 
-    @staticmethod
-    def _write_pages(pages: KVPages, image: numpy.ndarray, unit: Unit) -> int:
+    def _write_pages(self, task: Task, unit: Unit) -> int:
         """Writes neighbouring tokens, or prompts alone: heads of the rows before them have changed a slot each."""
+        pages, image = self._pages[task.layer, task.batch], self._values(task, writes=False)
         changed = None if unit.choice is None else unit.choice.changed
         if changed is None:
             return pages.write(image, unit.ranges)

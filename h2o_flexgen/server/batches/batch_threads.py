@@ -52,6 +52,9 @@ ROWS_PER_SEAT = 2  # of completions that are under way, so that a seat that gets
 MOST_TRIES = 2  # of a request that is lost with a block
 
 
+# -- one batch -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Told:
     """What the thread that computes says of a request. `run`: the one that has handed it in."""
@@ -170,6 +173,9 @@ class BatchRun:
             self._recording.refuse(place, outcome.message, BROKEN, outcome.code)
         if not self.finished.is_open(place):
             del self._tries[place]
+
+
+# -- all of them, and the threads that work on them -----------------------------------------------------------------------
 
 
 SECONDS_OF_REST = 30.0  # after the disk or the memory has failed
