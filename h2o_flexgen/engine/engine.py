@@ -107,7 +107,7 @@ class BlockRun:
     step_seconds: tuple[float, ...]  # seconds of each decode step
     tokens: int  # tokens generated or scored
     moved_bytes: Mapping[str, int]  # bytes per lane, of all devices
-    skipped_bytes: Mapping[str, int]  # what was not moved: experts that no row chose, tokens that several KV heads chose
+    skipped_bytes: Mapping[str, int]  # what was not moved: experts that no row chose, tokens that were there or chosen twice
     busy_seconds: Mapping[str, float]  # per lane, of the device on which the lane was busy longest
     moved_by_op: Mapping[Op, int] = field(default_factory=dict)  # bytes per op, of all devices
     replayed: int = 0  # COMPUTEs that were replayed as graphs
@@ -670,10 +670,10 @@ class Engine:
 
     def _likeness(self, visit: Visit, cache: LayerCache | None, states: OpenStates) -> Likeness:
         """What a layer computes depends on its functions, on its weights, and on the keys and values that it attends, or the
-        states of its rows."""
+        states of its rows. Where experts are fetched, their router also says what it chose; where they rest, it does not."""
         layer, weights = self._spec.layers[visit.layer], self._weights_for(visit)
         of_kv, kv = (None, ()) if cache is None else (cache.kind, cache.memory)
-        of_weights, data = weights.kind(visit), weights.memory(visit)
+        of_weights, data = (weights.kind(visit), weights.wanted.waits_for(visit.layer)), weights.memory(visit)
         return Likeness((layer.functions, layer.window, of_weights, of_kv), (*data, *kv, *states.memory), layer.name.title)
 
     def _attend(self, task: Task, state: _Progress) -> int:

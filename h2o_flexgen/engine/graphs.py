@@ -36,7 +36,7 @@ from h2o_flexgen.schedule.ops import Task, Visit
 
 
 class Likeness(NamedTuple):
-    """What a layer does, and on which memory."""
+    """What a layer does, and on which memory. Layers of one kind do the same afterwards, too: no program tells of that."""
 
     kind: Hashable
     memory: Sequence[Tensor]

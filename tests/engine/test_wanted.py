@@ -57,6 +57,23 @@ def test_nothing_is_skipped_where_many_rows_choose(checkpoints: Checkpoints, off
     assert not moved_and_skipped(many, checkpoints, offload)[1]
 
 
+def test_a_router_that_says_what_it_chose_is_not_made_from_others(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the experts of the blocks before rest, their routers need not, and do the same else."""
+    routers, chose, said = wanted_module._routers, Wanted.chose, set[int]()
+
+    def noted(self: Wanted, visit: Visit, experts: torch.Tensor) -> None:
+        said.update([visit.step] if self.waits_for(visit.layer) else [])
+        chose(self, visit, experts)
+
+    monkeypatch.setattr(wanted_module, "_routers", lambda *given: dict([*routers(*given).items()][-1:]))
+    monkeypatch.setattr(Wanted, "chose", noted)
+    case = replace(ONE_ROW, gen_len=9)
+    moved_and_skipped(case, checkpoints, offload)
+    assert said == {*range(case.gen_len)}
+
+
 def test_what_is_left_out_is_really_missing(checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the other tests would say nothing."""
     left_out = Wanted.left_out
