@@ -44,7 +44,7 @@ class Stats:
     step_seconds: tuple[float, ...]  # seconds of every decode step of every block
     moved_bytes: dict[str, int]  # bytes per lane
     moved_by_data: dict[str, dict[str, int]]  # the same of weights, KV, states and activations
-    skipped_bytes: dict[str, int]  # what was not moved: experts that no row chose, tokens that several KV heads chose
+    skipped_bytes: dict[str, int]  # what was not moved: experts that no row chose, tokens that were there or chosen twice
     busy_seconds: dict[str, float]  # seconds per lane
     peaks: Peaks
     replayed: int  # visits that were replayed as graphs

@@ -1,5 +1,5 @@
-"""Machine: what the hardware can hold, move and compute, measured once and kept as a YAML file. It is
-found by its file, by the name of one that travels with the package, or as this machine, from its profile in the user's cache.
+"""Machine: what the hardware can hold, move and compute, measured once and kept as a YAML file. It is found by its file, by the
+name of one that travels with the package, or as this machine, from its profile in the user's cache.
 
 Units are bytes, seconds, bytes per second and flops per second.
 """
@@ -432,6 +432,8 @@ _READERS: Mapping[str, Any] = {
     "measurements": _count,
 }
 
+
+# -- machines that have a name or a file ----------------------------------------------------------------------------------
 
 SUFFIXES = (".yaml", ".yml")
 

@@ -277,7 +277,9 @@ def _rates(machine: Machine | None) -> dict[str, object]:
 class LaneReport:
     moved_bytes: int
     predicted_bytes: int  # of a run in which no row finishes early
-    skipped_bytes: int  # experts that no token chose, tokens that several heads chose: with these, as much as is predicted
+    skipped_bytes: (
+        int  # experts that no token chose, tokens that were there or chosen twice: with these, as much as is predicted
+    )
     busy_share: float  # share of the seconds from the first task to the last
     bound_seconds: float | None  # bytes over measured bandwidths, flops over measured rates; None where not measured
 

@@ -3,8 +3,11 @@
 Rows lie one after another there, each token with the values of all its heads side by side, in page groups (`KVLayout`). Rows
 keep their places on disk for as long as they live: those that move up in memory take the number of their place along. A page
 group is read and written whole. Where all tokens stay, the newest ones of a row are among those that every step reads, so the
-page group that the next token belongs to is in memory when it is written. Where tokens go, each head has its newest one in the
-slot of another. The page groups with these slots are read before they are written.
+page group that the next token belongs to is in memory when it is written. Where what was read stays in memory (`TokensRead`),
+tokens come from there one by one, without their page group. The one that the last step made is never there yet. So its page
+group is always read from disk, and the next token's is whole. Whatever puts a token there earlier must see to that.
+Where tokens go, each head has its newest one in the slot of another. The page groups with these slots are read before they are
+written.
 """
 
 from __future__ import annotations
