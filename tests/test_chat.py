@@ -107,9 +107,10 @@ def test_all_turns_have_the_adapter_that_is_given(talk: Any, llama: Path, tmp_pa
         assert errors == []
         replies.append([turn["reply"] for turn in json.loads(out[-1])["turns"]])
     assert replies[1] == replies[2] != replies[0]
-    _, _, errors = talk(["ab"], "--lora", f"one={adapter}", "--lora", "two=b")
-    advice = "give one, or merge several: --adapter FOLDER"
-    assert errors == [f"error: --lora names one and two, and all texts have one adapter here; {advice}"]
+    for second in ("two=b", "one=b"):  # also where both have one name: another would not help
+        _, _, errors = talk(["ab"], "--lora", f"one={adapter}", "--lora", second)
+        advice = "give one, or merge several: --adapter PATH, once for each"
+        assert errors == [f"error: --lora is one={adapter} and {second}, and all texts have one adapter here; {advice}"]
 
 
 def test_a_talk_that_held_more_than_its_budget_says_so(talk: Any, monkeypatch: Any, capfd: Any) -> None:

@@ -648,7 +648,7 @@ def test_gguf_files_that_are_no_adapters_of_this_model_are_refused(
     assert "is for models of the architecture 'qwen3', and this one is 'llama'" in told(other)
     head = save_adapter(tmp_path / "head", {"lm_head.weight": (128, 32)})
     line = told(as_gguf(head, stored, tmp_path / "head.gguf"))
-    changes = "and a request's adapter changes no tables, heads and experts; merge it: --adapter FILE"
+    changes = "and an adapter beside the weights changes no tables, heads and experts; merge it: --adapter FILE"
     assert f"changes output.weight, {changes}" in line
     halves = {
         f"blk.0.ffn_up_exps.weight.lora_{half}": torch.ones(4, *shape) for half, shape in (("a", (3, 64)), ("b", (96, 3)))
@@ -688,8 +688,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "whole modules": (changed(modules_to_save=["lm_head"]), "sets modules_to_save (['lm_head']), which is not supported"),
     "another base": (halves_of("h.0.proj", 3, 3), "changes h.0.proj, and "),
     "another shape": (halves_of(DOWN, 3, 3), f"is of another model: {DOWN}.weight has the shape (32, 56), and what is to be "),
-    "a head": (halves_of("lm_head", 128, 32), "changes lm_head, and a request's adapter changes no tables, heads and experts"),
-    "a table": (halves_of("model.embed_tokens", 128, 32), "changes model.embed_tokens, and a request's adapter changes no "),
+    "a head": (
+        halves_of("lm_head", 128, 32),
+        "changes lm_head, and an adapter beside the weights changes no tables, heads and experts",
+    ),
+    "a table": (
+        halves_of("model.embed_tokens", 128, 32),
+        "changes model.embed_tokens, and an adapter beside the weights changes no ",
+    ),
 }
 
 
@@ -710,12 +716,15 @@ def test_adapters_of_experts_and_their_routers_are_refused_by_name(
         name = next(name for name in spec.tensors if part in name)
         given = save_adapter(tmp_path / str(place), {name: (spec.tensors[name].shape[0], spec.tensors[name].shape[1])})
         told = one_line(Adapted(base, {"one": given}, offload).open)
-        assert f"changes {name.removesuffix('.weight')}, and a request's adapter changes no tables, heads and experts" in told
+        assert (
+            f"changes {name.removesuffix('.weight')}, and an adapter beside the weights changes no tables, heads and experts"
+            in told
+        )
 
 
 def test_what_takes_no_adapters_is_refused(checkpoints: Checkpoints, llama: Adapted, tmp_path: Path) -> None:
     for given, told in (
-        (["one"], "lora is 'one'; give NAME=PATH"),
+        (["one"], "lora is 'one'; give NAME=PATH, where NAME has no = and no :"),
         (["a:b=c"], "lora is 'a:b=c'; give NAME=PATH"),
         ({"a=b": "c"}, "lora is {'a=b': 'c'}; give {NAME: PATH}"),
     ):

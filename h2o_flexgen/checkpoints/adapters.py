@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from math import isfinite, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +29,6 @@ from h2o_flexgen.checkpoints.quantised import FoundTensors
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
 from h2o_flexgen.checkpoints.stored_tensors import StoredMatrix, StoredTensor, read_whole
-from h2o_flexgen.core.allowed_values import decimal_number
 from h2o_flexgen.core.hints import reason, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,7 +36,7 @@ LORA = "LORA"
 PIECE_BYTES = 1 << 24
 WHOLE_NAME = re.compile(r"base_model\.model\.(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<half>[AB])(\.weight)?")
 AGAIN = "give another adapter"
-NOT_FOR_ROWS = "changes {}, and a request's adapter changes no tables, heads and experts"
+NOT_FOR_ROWS = "changes {}, and an adapter beside the weights changes no tables, heads and experts"
 # names in a config that change no values of a merged matrix; any other that is set is refused
 INERT = frozenset(
     {
@@ -262,20 +261,6 @@ class Adapter:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.refused(f"has the {name} {shown(value)} for {module}, which is no number above 0")
         return value
-
-
-def divided(given: str) -> tuple[Path, float]:
-    """The place and the weight of what is given as PLACE or as PLACE=WEIGHT."""
-    folder, _, weight = given.rpartition("=")
-    if not folder or Path(given).expanduser().exists():
-        return Path(given).expanduser(), 1.0
-    try:
-        found = decimal_number(weight)
-    except ValueError:
-        found = float("nan")
-    if not isfinite(found):
-        raise ValueError(f"adapter {shown(given)} has the weight {shown(weight)}; give FOLDER, or FOLDER=WEIGHT with a number")
-    return Path(folder).expanduser(), found
 
 
 @dataclass(frozen=True)

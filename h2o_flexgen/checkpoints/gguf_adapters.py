@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from h2o_flexgen.checkpoints.adapters import LORA, Adapter, Adapters, LowRank, divided
+from h2o_flexgen.checkpoints.adapter_places import divided, refuse_missing_adapters
+from h2o_flexgen.checkpoints.adapters import LORA, Adapter, Adapters, LowRank
 from h2o_flexgen.checkpoints.gguf_format import GgufTensor, Metadata, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.named_tensors import name_in_models
 from h2o_flexgen.checkpoints.safetensors_format import FLOATS
@@ -92,13 +93,14 @@ def _each_expert(tensor: GgufTensor) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def merged_adapters(given: Iterable[str], model: Path | None) -> Adapters:
-    """Adapters that are merged, each as PLACE or PLACE=WEIGHT. `model`: its folder or file."""
+    """Adapters that are merged, each as PATH or PATH=WEIGHT. `model`: its folder or file."""
     each = map(divided, given)
     return Adapters(tuple(adapter_for(place, model, str(place), weight) for place, weight in each))
 
 
 def adapter_for(place: Path, model: Path | None, name: str, weight: float = 1.0) -> Adapter:
     """The adapter in a folder, or in a GGUF file. Each is for models of its own form: rows lie in other orders."""
+    refuse_missing_adapters([place])
     of_model = model is not None and is_gguf(model)
     if of_model and not is_gguf(place):
         raise ValueError(

@@ -167,13 +167,13 @@ def place_here(name_or_path: str) -> Path | None:
         is_elsewhere = ON_HUB.fullmatch(name_or_path) and not folder.exists()
         return None if is_elsewhere else first_part(folder)
     if folder.exists():
-        raise ValueError(f"model {name_or_path!r} is a file; {_what_instead(folder)}")
+        raise ValueError(f"model {name_or_path!r} is a file; {what_instead(folder)}")
     if name_or_path.count("/") > 1 or name_or_path[0] in "./~":
         raise ValueError(f"model {name_or_path!r} is neither an existing folder nor a name on the hub; {ADVICE}")
     return None
 
 
-def _what_instead(file: Path) -> str:
+def what_instead(file: Path) -> str:
     """What to do about a file of another kind. Some programs keep their GGUF files under names without a suffix."""
     if has_magic(file):
         return f"it is a GGUF file, but its name does not end in {SUFFIX}; rename it, or give a link with such a name"

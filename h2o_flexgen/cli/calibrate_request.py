@@ -22,12 +22,13 @@ from h2o_flexgen.text.measured_texts import USUAL_TEXTS, USUAL_TOKENS, Text
 
 PROGRAM = "python -m h2o_flexgen.calibrate"
 MOST_TEXTS = 1000
+INSTEAD = dict.fromkeys(("--lora", "--lora-modules"), "heads are measured with an adapter by --adapter PATH")
 
 DESCRIPTION = """\
-Measure which share of a text each KV head of a model needs, at several budgets of the whole model, and keep it in the cache,
-where every run that evicts finds it, or write it to a file for --head-budgets; or fit what says how much a token is worth, for
---probe; or both. The model reads every text twice, layer by layer: one layer at a time is in memory, however large the model
-is. Without --model: the small one that travels with the package."""
+Measure which share of a text each KV head of a model needs, at several budgets of the whole model, and keep it in a file
+below ~/.cache/h2o_flexgen, where every run that evicts finds it, or write it to one for --head-budgets; or fit what says how
+much a token is worth, for --probe; or both. The model reads every text twice, layer by layer: one layer at a time is in memory,
+however large the model is. Without --model: the small one that travels with the package."""
 
 EPILOG = f"""\
   {PROGRAM} --model facebook/opt-1.3b --text novel.txt articles.txt
@@ -87,7 +88,7 @@ def _check_files(flags: Namespace) -> None:
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--text FILE ...] [{OUTPUT} {FILE}] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), INSTEAD)
     parser.add_model()
     parser.add_tokenizer()
     _add_texts(parser.group("what is read"))
@@ -104,7 +105,7 @@ def _add_texts(group: Group) -> None:
 
 def _add_output(group: Group) -> None:
     own = f"the file of head budgets; as {FILE} in the model's folder it is what --head-budgets {OWN} means"
-    own = f"{own} (default without --probe: a file in the cache, which runs of this model take by themselves)"
+    own = f"{own} (default without --probe: a file below ~/.cache/h2o_flexgen, which runs of this model take by themselves)"
     group.value(OUTPUT, "FILE", own)
     own = f"the file of a probe, which says how much tokens are worth; as {PROBE_FILE} it is what --probe {OWN} means elsewhere"
     group.value("--probe", "FILE", own)

@@ -51,7 +51,6 @@ def model_of(flags: Namespace) -> ModelRequest:
     found = choose_model(flags.model, flags.path, flags.dummy_weights)
     own = replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO), adapter=tuple(flags.adapter))
     made = replace(own, lora_modules=loras_of(getattr(flags, "lora_modules", ())))
-    _ = made.adapters_by_name  # refuses what is none
     asked = {HEAD_BUDGETS: getattr(flags, HEAD_BUDGETS, EQUAL)}  # of commands that run a plan
     return replace(made, measures_heads=measures_heads(asked, made.dummy_weights, made.adapter))
 
@@ -79,10 +78,12 @@ def _folder_in(path: Path, model: str | None) -> Path:
 
 def adapter_of_all(model: ModelRequest) -> LoRARequest | None:
     """The adapter of --lora, where all rows have the same."""
-    (name, place), *others = model.adapters_by_name.items() or [("", "")]
+    (name, place), *others = dict.fromkeys(model.lora_modules) or [("", "")]
     if others:
-        named = f"--lora names {name} and {others[0][0]}"
-        raise ValueError(f"{named}, and all texts have one adapter here; give one, or merge several: --adapter FOLDER")
+        named = f"--lora is {name}={place} and {'='.join(others[0])}"
+        raise ValueError(
+            f"{named}, and all texts have one adapter here; give one, or merge several: --adapter PATH, once for each"
+        )
     return LoRARequest(name, lora_path=place) if name else None
 
 

@@ -14,6 +14,7 @@ POSITIONS = (TRUE, ROLLING)
 DEFAULT_KEPT = 0.2  # of prompt and generation, as in the paper
 SLOTS = Bounds(0, MOST_TOKENS)  # slots of a KV cache, which never holds more than the tokens of a text
 SHARE = Bounds(0, 1, is_whole=False, without_least=True)
+WHERE_ALL_IS_KEPT = ("kv_recall_together", "kv_recall_reuse")  # options of recall that policies that evict lack
 BESIDE_BUDGET = ("hh_prompt_only", "value_norms", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 
 
@@ -53,7 +54,7 @@ class KVOptions:
         False,
         TRUTH,
         "",
-        "with kv_recall: all KV heads of a layer attend the same tokens; fewer come from a disk",
+        "with --kv-recall: all KV heads of a layer attend the same tokens; fewer come from a disk",
         bare=True,
     )
 
@@ -61,7 +62,7 @@ class KVOptions:
         False,
         TRUTH,
         "",
-        "with kv_recall and KV on disk: what a step has read stays in memory, and the next step reads only what is not there",
+        "with --kv-recall and KV on disk: what a step has read stays in memory, and the next step reads only what is not there",
         bare=True,
     )
 
@@ -91,6 +92,8 @@ class KVOptions:
 
     def refuse_all_but(self, taken: Collection[str], policy: str) -> None:
         for name in self.given:
+            if name in WHERE_ALL_IS_KEPT and name not in taken:
+                raise ValueError(f"{name} is for policies that keep all, and kv_policy {policy!r} evicts; leave {name} out")
             if name not in taken:
                 what = f"it takes {', '.join(taken)}" if taken else "it takes none"
                 raise ValueError(f"kv_policy {policy!r} does not take {name}; {what}")

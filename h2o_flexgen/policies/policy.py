@@ -12,7 +12,7 @@ from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.core.seats import SeatNeed, Seats
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.formats.kernel_table import SUM
-from h2o_flexgen.policies.kv_options import ROLLING, KVOptions, row_of
+from h2o_flexgen.policies.kv_options import ROLLING, TRUE, KVOptions, row_of
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget, StepSlots
 from h2o_flexgen.policies.recall import ALL, Choosing
 
@@ -47,7 +47,7 @@ class KVPolicy:
         if self.rolls and self.recall != ALL:
             raise ValueError(
                 f"kv_recall {self.recall:g} compares keys as they stand in the text, and positions are {ROLLING!r}; "
-                "leave one of them out"
+                f"take positions {TRUE!r}, or leave kv_recall out"
             )
 
     def budget(self, prompt_len: int, gen_len: int) -> RowBudget:

@@ -30,7 +30,7 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         if not is_adapter_name(self.lora_name):
-            raise ValueError(f"lora_name is {shown(self.lora_name)}; {FORM}, with a name without = and :")
+            raise ValueError(f"lora_name is {shown(self.lora_name)}; {FORM}, where NAME has no = and no :")
         if not isinstance(self.lora_path, (str, os.PathLike)) or not str(self.lora_path):
             raise ValueError(f"lora_path is {shown(self.lora_path)}; {FORM}")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.adapter_places import divided, local, refuse_missing_adapters
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.model_places import FOLDER, file_beside, local_place, surely_beside
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
@@ -59,9 +60,9 @@ class ModelRequest:
     adapter: tuple[str, ...] = option(
         (),
         Rule(lambda given: given, "a path, or a list of paths"),
-        "FOLDER[=WEIGHT]",
-        "a LoRA or rsLoRA of PEFT, merged once into the weights that it changes, which are copied into a cache; for a model in "
-        "a GGUF file, a LoRA in another one",
+        "PATH[=WEIGHT]",
+        "a LoRA or rsLoRA of PEFT (a folder), merged once into the weights that it changes, which are copied into a cache; for "
+        "a model in a GGUF file, a GGUF file with a LoRA, as llama.cpp writes it",
     )
 
     lora_modules: tuple[tuple[str, str], ...] = option(
@@ -69,7 +70,7 @@ class ModelRequest:
         Rule(lambda given: given, "a text like NAME=PATH, or a list of such"),
         "NAME=PATH",
         "a LoRA or rsLoRA of PEFT (a folder) that requests may ask for by this name, beside the model's own weights; for a "
-        "model in a GGUF file, a LoRA in another one",
+        "model in a GGUF file, a GGUF file with a LoRA, as llama.cpp writes it",
         flags=("--lora", "--lora-modules"),
         elsewhere=("enable_lora",),
     )
@@ -82,8 +83,11 @@ class ModelRequest:
         return self.without_measuring if has_headers else replace(self, dummy_weights=True, adapter=(), measures_heads=False)
 
     def refuse_missing(self) -> None:
-        """Refuses a model that is nowhere on this machine, and no name on the hub, as opening it would but without torch."""
+        """Refuses a model that is nowhere on this machine, and no name on the hub, as opening it would but without torch. So it
+        does with adapters that are nowhere, or that have one name."""
         refuse_missing(self.source, with_weights=not self.dummy_weights)
+        refuse_missing_adapters(place for place, _ in map(divided, self.adapter))
+        refuse_missing_adapters(map(local, self.adapters_by_name.values()))
 
     @property
     def without_measuring(self) -> ModelRequest:
@@ -339,7 +343,7 @@ def loras_of(given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None)
 def _named(name: str, folder: str, given: object) -> tuple[str, str]:
     if not is_adapter_name(name) or not folder:
         form = "NAME=PATH" if isinstance(given, str) else "{NAME: PATH}"
-        raise ValueError(f"lora is {shown(given)}; give {form}, with a name without = and :")
+        raise ValueError(f"lora is {shown(given)}; give {form}, where NAME has no = and no :")
     return name, folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.session.open_request import ModelRequest
 from tests.helpers.contract import Checkpoints, as_stored
 from tests.helpers.refusals import one_line
 from tests.helpers.samples import every_nth
@@ -327,13 +329,29 @@ def test_what_is_given_is_read_as_it_is_meant(
     assert [(str(one.folder), one.weight) for one in found] == [("a=2", 1.0), ("a=2", -3.0)]
     assert (
         one_line(lambda: merged_adapters(["a=much"], None))
-        == "adapter 'a=much' has the weight 'much'; give FOLDER, or FOLDER=WEIGHT with a number"
+        == "adapter 'a=much' has the weight 'much'; give PATH, or PATH=WEIGHT with a number"
     )
-    told = f"adapter b is no folder; give one with {CONFIG} and {WEIGHTS}"
-    assert one_line(lambda: merged_adapters(["b"], None)) == told
+    (tmp_path / "b.gguf").touch()
     assert one_line(lambda: merged_adapters(["b.gguf"], None)).startswith("adapter 'b.gguf' is a GGUF file, for matrices as ")
     dummy = {"tokenizer": "bytes", "device": "cpu", "dummy_weights": True}
     told = one_line(lambda: LLM(checkpoints.folder("qwen3"), adapter="a=2", **dummy))
     assert told.startswith("adapter a=2 cannot be merged into random weights; ")
     told = one_line(lambda: LLM(checkpoints.folder("qwen3", "gguf-q8_0"), adapter="a=2", tokenizer="bytes", device="cpu"))
     assert told.startswith("adapter 'a=2' is for matrices as safetensors have them, and ")
+
+
+@pytest.mark.parametrize("model", [None, Path("model.gguf")])
+def test_a_place_that_is_none_is_refused_first(model: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_bytes(b"GGU")
+    (tmp_path / "lora.bin").write_bytes(b"GGUF")
+    for place, told in {
+        "b": "adapter b does not exist; give the folder that PEFT has saved, or a GGUF file",
+        "b.gguf": "adapter b.gguf does not exist; give the folder that PEFT has saved, or a GGUF file",
+        "text": "adapter text is a file; give the folder that it lies in, or a .gguf file",
+        "lora.bin": "adapter lora.bin is a file; it is a GGUF file, but its name does not end in .gguf; rename it, or ",
+    }.items():
+        assert one_line(lambda place=place: merged_adapters([place], model)).startswith(told)
+        for given in ({"adapter": (place,)}, {"lora_modules": (("x", place),)}):
+            asked: Any = replace(ModelRequest("demo", "demo"), **given)
+            assert one_line(asked.refuse_missing).startswith(told)

@@ -33,6 +33,8 @@ WAYS: Sequence[dict[str, Any]] = [{}, {}, {"temperature": 1.0, "seed": 5}, {"tem
 VARIED = 20  # different tokens at least, in all texts: a model that repeats itself proves little
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS, CHANGES = ROOT / "docs" / "checkpoints.md", ROOT / "CHANGELOG.md"
+# model types with files that have the name of the other one
+READ_AS = {"glm4_moe_lite": "deepseek_v3", "gemma4_unified_text": "gemma4_text"}
 FIRST = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")  # the families of 0.1.0; others have no version yet
 
 Saved = Callable[[str, Path], tuple[Path, PreTrainedModel]]
@@ -113,7 +115,8 @@ def cells_of(model_type: str) -> list[str]:
     """Folders, GGUF, experts, windows, latents, since when."""
     kind, own = architecture(model_type), [name for name, (of, _) in KINDS.items() if of == model_type]
     has_windows = any(window for name in own for window in create_model(tiny_config(name), "float32").spec.windows)
-    gguf = "no" if kind.gguf is None else f"`{kind.gguf.name}`"
+    in_files = kind.gguf or (architecture(READ_AS[model_type]).gguf if model_type in READ_AS else None)
+    gguf = "no" if in_files is None else f"{'as ' * (kind.gguf is None)}`{in_files.name}`"
     since = "0.1.0" if model_type in FIRST else "unreleased"
     traits = issubclass(kind, MixtureOfExperts), has_windows, issubclass(kind, LatentAttention)
     return ["yes", gguf, *map(said, traits), since]

@@ -31,7 +31,10 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
     ("options", "message"),
     [
         ({"kv_policy": "full", "heavy": 3}, "kv_policy 'full' does not take heavy; it takes kv_recall, kv_recall_together"),
-        ({"kv_policy": "h2o", "kv_recall": 0.1, "kv_recall_reuse": True}, "'h2o' does not take kv_recall_reuse"),
+        (
+            {"kv_policy": "h2o", "kv_recall": 0.1, "kv_recall_reuse": True},
+            "kv_recall_reuse is for policies that keep all, and kv_policy 'h2o' evicts",
+        ),
         (
             {"kv_recall_reuse": True},
             "kv_recall_reuse keeps what kv_recall has read; give kv_recall, or leave",
@@ -50,7 +53,10 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
             r"kv_recall 0\.1 compares keys as they stand in the text",
         ),
         ({"kv_recall": 1.5}, "kv_recall is 1.5; allowed is a number above 0 and at most 1"),
-        ({"kv_policy": "h2o", "kv_recall": 0.1, "kv_recall_together": True}, "'h2o' does not take kv_recall_together"),
+        (
+            {"kv_policy": "h2o", "kv_recall": 0.1, "kv_recall_together": True},
+            "kv_recall_together is for policies that keep all, and kv_policy 'h2o' evicts; leave kv_recall_",
+        ),
         ({"kv_recall_together": True}, "kv_recall_together says how kv_recall chooses; give kv_recall, or leave"),
         ({"kv_recall": 0.0}, "kv_recall is 0.0; allowed is a number above 0 and at most 1"),
         ({"kv_recall": 0.1, "pipeline": 2}, "kv_recall 0.1 cannot be had with a pipeline of 2 devices; give pipeline=1"),
