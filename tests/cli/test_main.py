@@ -37,6 +37,7 @@ def test_the_versions_are_told_at_every_door(words: list[str], capsys: pytest.Ca
         (["plam"], f"unknown command 'plam'; known: {ALL}; did you mean plan?"),
         (["--models"], "unknown flag --models; --help names those that there are"),
         (["--model", "m"], f"unknown flag --model; it is a flag of {ALL.replace(' profile,', '')}"),
+        (["calibrate", "--lora", "x=y"], "unknown flag --lora; heads are measured with an adapter by --adapter PATH"),
         (["run", "--gen-len", "0"], "argument --gen-len: '0' is not allowed; give a whole number from 1 to 10000000"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Models that are not there are refused before torch is imported."""
+"""Models and adapters that are not there are refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -61,3 +61,15 @@ def test_a_file_of_another_kind_is_refused_without_torch(tmp_path: Path) -> None
     file.write_bytes(b"weights")
     said = refusal("run", "--model", str(file), folder=tmp_path)
     assert said == f"error: model '{file}' is a file; give the folder that it lies in, or a .gguf file\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--adapter", "/none"), "adapter /none does not exist; give the folder that PEFT has saved, or a GGUF file"),
+        (("--adapter", "/none=much"), "adapter '/none=much' has the weight 'much'; give PATH, or PATH=WEIGHT with a number"),
+        (("--lora", "x=/none"), "adapter /none does not exist; give the folder that PEFT has saved, or a GGUF file"),
+    ],
+)
+def test_a_missing_adapter_is_refused_without_torch(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert refusal("run", "--model", "demo", *flags, folder=tmp_path) == f"error: {said}\n"
