@@ -1,4 +1,5 @@
-"""Where adapters lie, and what can be said of their places before any is read. Nothing here imports torch."""
+"""Adapters lie in folders or GGUF files. This says what can be said of their places before any is read. Nothing here imports
+torch."""
 
 from __future__ import annotations
 
