@@ -320,10 +320,15 @@ class Decoder(InHalves):
         if (labels := labels_of(config)) is not None:
             matrix = layout.router(layout.LABEL_MATRIX, len(labels.names), config.hidden_size)
             return layout.head(Decoder.label_scores, norm, matrix, replace(outside, stored_as={name: name for name in matrix}))
-        weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        weight = "model.embed_tokens.weight" if self.ties_head(config) else "lm_head.weight"
         named = replace(outside, stored_as={"lm_head.weight": weight, "lm_head.bias": "lm_head.bias"})
         logits = layout.linear("lm_head", config.vocab_size, config.hidden_size, self._traits.head_bias)
         return layout.head(Decoder.head, norm, logits, named)
+
+    @staticmethod
+    def ties_head(config: Config) -> bool:
+        """Whether the head of tokens is the table of the embedding."""
+        return bool(config.tie_word_embeddings)
 
     def layers_of_block(self, config: Config, block: int, sep_layer: bool, origin: Origin) -> Sequence[LayerSpec]:
         return self.mixing_layer(config, block, origin), *self.behind_attention(config, sep_layer, origin)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from h2o_flexgen.checkpoints.gguf_config import HEAD
 from h2o_flexgen.checkpoints.stored_architecture import (
     ATTENTION,
     EXPERTS,
@@ -35,6 +36,7 @@ MLP, MOE = "mlp", "moe"  # what configs call blocks without a scan and without a
 ONE_NORM = NormPlaces(before_mlp="input_layernorm")  # a block has one
 BEST_OF_GROUP = 2  # say what a group of experts ranks by
 INNER = "feed_forward_length"  # a key of metadata
+TIED_IN_FILE = "tied_in_file"  # a key of configs of GGUF files
 
 
 def _kinds(said: GgufModel) -> list[str]:
@@ -81,6 +83,7 @@ class NemotronH(Mamba, CorrectedMixture):
             "use_conv_bias": KEYS["mamba_conv_bias"],
             "use_bias": lambda said: False,
             "rates_are_whole": KEYS["rates_are_whole"],
+            TIED_IN_FILE: lambda said: HEAD not in said.tensors,
             "mlp_hidden_act": lambda said: "relu2",
             "mamba_hidden_act": lambda said: "silu",
             "layer_norm_epsilon": lambda said: said.number(RMS_EPS),
@@ -118,6 +121,11 @@ class NemotronH(Mamba, CorrectedMixture):
     @staticmethod
     def traits_of(config: Config) -> Traits:
         return Traits(mlp_bias=config.mlp_bias, gated=False, norms=ONE_NORM)
+
+    @staticmethod
+    def ties_head(config: Config) -> bool:
+        """transformers ties none, whatever a config says; a file of llama.cpp may leave out the head."""
+        return bool(getattr(config, TIED_IN_FILE, False))
 
     @staticmethod
     def activation_of(config: Config) -> str:
