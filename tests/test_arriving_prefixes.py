@@ -31,7 +31,7 @@ from h2o_flexgen.text.prompts import Prompt
 from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.helpers import tiny
 from tests.helpers.contract import POLICIES, WEIGHTS, Checkpoints
-from tests.helpers.pairwise import ELSEWHERE, Name, on_devices
+from tests.helpers.pairwise import Name, on_devices
 from tests.helpers.resident import resident_behind
 from tests.planning.allocations import peak_allocated
 from tests.test_shared_prefixes import ENOUGH, AsPrompted, SharedCase
@@ -131,7 +131,7 @@ def is_of_arrivals(pair: Mapping[Name, Any]) -> bool:
     return kept in (None, KEPT[0], KEPT[2]) or bool(pair.keys() & {"device", "prefill_tokens", "attend_on", "room"})
 
 
-@pytest.mark.parametrize("values", on_devices(CHOICES, is_of_arrivals, ELSEWHERE))
+@pytest.mark.parametrize("values", on_devices(CHOICES, is_of_arrivals))
 def test_each_row_says_what_it_says_alone_behind_whatever_it_shares(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
