@@ -34,7 +34,7 @@ from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.recall import ALL
 from h2o_flexgen.profiling.measure import describe_machine

@@ -49,7 +49,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
 from h2o_flexgen.policies import POLICIES
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import EQUAL, OWN
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs whe
 
 from h2o_flexgen.evaluation.results import Panel, draw_quality, panel_title
 from h2o_flexgen.evaluation.tasks import TASKS
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 
 
 def main(arguments: Sequence[str]) -> int:

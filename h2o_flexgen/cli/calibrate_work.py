@@ -22,9 +22,9 @@ from h2o_flexgen.cli.terminal import page_width, say, table
 from h2o_flexgen.cli.watch import open_llm
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.by_judge import KVzap
 from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets, write_head_budgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
-from h2o_flexgen.policies.kvzip import KVzap
 from h2o_flexgen.session.measured_heads import kept_reading
 from h2o_flexgen.session.open_request import ModelRequest
 from h2o_flexgen.text.measured_texts import described, windows

@@ -19,8 +19,8 @@ from h2o_flexgen.planning.machine import Machine, find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, refuse_to_search_pipelines
 from h2o_flexgen.planning.search import BUFFERS, THROUGHPUT
-from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.by_attention import H2O
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import EQUAL
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.recall import RECALLED

@@ -36,7 +36,7 @@ from h2o_flexgen.formats.kernel_table import PRODUCTS
 from h2o_flexgen.formats.table import BY_BITS, PLAIN
 from h2o_flexgen.planning.plan import PERCENT, Plan
 from h2o_flexgen.policies import POLICIES
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE

@@ -30,7 +30,7 @@ from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
-from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.by_attention import H2O
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest

@@ -16,7 +16,7 @@ from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.formats.table import BY_BITS, PLAIN
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies import POLICIES
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.policy import PROBE

@@ -14,7 +14,7 @@ from h2o_flexgen.evaluation.cells import Cell, Cells
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.tasks.task import Bound
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from h2o_flexgen.evaluation.cells import Cell, Figure, Relation
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.tasks.task import Bound, Shown
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

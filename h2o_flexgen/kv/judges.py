@@ -13,9 +13,7 @@ from torch.nn.functional import normalize
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import add_scaled, lengths, steady_product, take_rows
-from h2o_flexgen.policies.keydiff import KeyDiff
-from h2o_flexgen.policies.knorm import KNorm
-from h2o_flexgen.policies.lagkv import LagKV
+from h2o_flexgen.policies.by_judge import KeyDiff, KNorm, LagKV
 from h2o_flexgen.policies.policy import VALUE_NORMS, KVPolicy
 
 

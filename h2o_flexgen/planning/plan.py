@@ -18,11 +18,11 @@ from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, P
 from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8, PRODUCTS, TORCH
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
 from h2o_flexgen.policies import POLICIES
-from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.by_attention import H2O
+from h2o_flexgen.policies.by_judge import KVzap
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets
 from h2o_flexgen.policies.kv_options import KVOptions
-from h2o_flexgen.policies.kvzip import KVzap
 from h2o_flexgen.policies.levels import Level, levels_of, may_keep_one
 from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.policies.recall import ALL

@@ -1,20 +1,13 @@
-"""The KV policies, and their table. A new policy is a file here and a line in the table."""
+"""The KV policies, and their table. A new policy is a class in the file of what it ranks by, and a line in the table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from h2o_flexgen.policies.chance import Random
-from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.h2o import H2O, H2OFlexGen, Heavy, Local
-from h2o_flexgen.policies.keydiff import KeyDiff
-from h2o_flexgen.policies.knorm import KNorm
-from h2o_flexgen.policies.kvzip import KVzap, KVzip
-from h2o_flexgen.policies.lagkv import LagKV
+from h2o_flexgen.policies.by_attention import H2O, H2OFlexGen, Heavy, KVzip, SnapKV, Tova
+from h2o_flexgen.policies.by_judge import KeyDiff, KNorm, KVzap, LagKV
+from h2o_flexgen.policies.by_position import Full, Local, Random, Streaming
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.policies.snapkv import SnapKV
-from h2o_flexgen.policies.streaming import Streaming
-from h2o_flexgen.policies.tova import Tova
 
 POLICIES: Mapping[str, type[KVPolicy]] = {
     policy.name: policy

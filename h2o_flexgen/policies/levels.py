@@ -17,8 +17,7 @@ from typing import ClassVar
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
-from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.h2o import Local
+from h2o_flexgen.policies.by_position import Full, Local
 from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.policy import KVPolicy

@@ -10,7 +10,7 @@ from hypothesis import strategies as draw
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import PrefixRoom, SeatNeed, Seats, seats_of
 from h2o_flexgen.core.workload import Batch, Workload
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 
 NEEDS = draw.lists(
     draw.builds(SeatNeed, draw.integers(1, 40), draw.integers(0, 30), draw.none(), draw.just(False)), min_size=1, max_size=60

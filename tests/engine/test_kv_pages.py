@@ -25,7 +25,7 @@ from h2o_flexgen.kv.key_index import ChosenSlots
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory import disk as memory_disk
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.kv_options import KVOptions
 from tests.kernels.variants import used
 

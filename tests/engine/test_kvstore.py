@@ -22,7 +22,7 @@ from h2o_flexgen.memory.disk import DiskTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Op, Task
 from h2o_flexgen.schedule.schedule import Schedule

@@ -31,7 +31,7 @@ from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, log
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.row_states import RowStates
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import PROBE, KVPolicy

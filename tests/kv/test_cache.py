@@ -21,7 +21,7 @@ from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.policy import KVPolicy
 
 HEADS, DIM, STEPS = 4, 8, 5

@@ -29,8 +29,8 @@ from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.policies import recall
-from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.by_attention import H2O
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import INDEX, attended

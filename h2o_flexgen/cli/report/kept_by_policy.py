@@ -26,7 +26,7 @@ from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets, why_unmeasured
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
 from h2o_flexgen.policies.occupancy import Occupancy

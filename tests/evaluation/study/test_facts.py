@@ -23,7 +23,7 @@ from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.levels import Level
 
