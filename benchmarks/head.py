@@ -46,9 +46,8 @@ from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.engine.head import OfHead, Picker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
-from h2o_flexgen.engine.seated_rows import SeatedRows
+from h2o_flexgen.engine.seated_rows import SeatedRows, WaitingJob
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
-from h2o_flexgen.engine.waiting import WaitingJob
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans

@@ -30,8 +30,8 @@ from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.planning.footprint import MemoryLimits, left_to_system
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan

@@ -36,7 +36,7 @@ from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_gr
 from h2o_flexgen.engine.stats import Peaks, Stats
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.planning.working_space import positions_at_once

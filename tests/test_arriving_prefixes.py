@@ -19,7 +19,7 @@ from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.completion import Completion

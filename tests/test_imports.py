@@ -93,7 +93,7 @@ LAZY = {
     f"{ROOT}.cli.main -> import_module",  # a command's flags are answered without torch; what works imports it
     f"{ROOT}.kernels.functions -> import_module",  # those for GPUs import an optional package
     f"{ROOT}.models -> import_module",  # flags name architectures without torch; functions of one are imported with its model
-    f"{ROOT}.cli.batch_work -> {ROOT}.cli.ray.ray_job",  # imports an optional package
+    f"{ROOT}.cli.batch_work -> {ROOT}.cli.ray_job",  # imports an optional package
     f"{ROOT}.session.open_request -> {ROOT}.checkpoints.probe_file",  # flags are answered without numpy
     f"{ROOT}.session.open_request -> {ROOT}.checkpoints.derived",  # flags are answered without torch
     f"{ROOT}.evaluation.tasks.agreement -> {ROOT}.evaluation.tasks.full_cache",  # flags name tasks without torch

@@ -25,7 +25,7 @@ from h2o_flexgen.core.buffer_layout import CHUNK_BYTES, disk_buffer_bytes
 from h2o_flexgen.core.prefix_groups import bytes_of
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.engine.reports import Tick
-from h2o_flexgen.engine.stores import prefix_files, stored_prefix
+from h2o_flexgen.engine.stores import prefix_files
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX, PrefixFileCounts, PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.formats.kernel_sizes import shared
@@ -237,7 +237,7 @@ def test_it_is_written_behind_the_work(
     checkpoints: Checkpoints, offload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens do not wait for the disk; and what loses its place before it is written is not written."""
-    may_go_on, written = Event(), stored_prefix.write_prefix
+    may_go_on, written = Event(), prefix_files.write_prefix
 
     def held_up(*given: Any) -> None:
         assert may_go_on.wait(60)
@@ -258,7 +258,7 @@ def test_it_is_written_behind_the_work(
         assert settled(llm).written == 1
     (file,) = files_in(tmp_path)
     with file.open("rb") as opened:
-        assert stored_prefix.read_head(opened, file).ids == other
+        assert prefix_files.read_head(opened, file).ids == other
 
 
 # -- whatever becomes of the files -----------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_a_full_disk_costs_no_more_than_the_files(
         os.pwrite(descriptor, data[:9], offset)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(stored_prefix, "_write_fully", full)
+    monkeypatch.setattr(prefix_files, "_write_fully", full)
     with CASE.open(checkpoints, offload, prefix_dir=tmp_path) as llm:
         assert asked(llm, [*HEAD, 1], [*HEAD, 2]) == (40, wanted)
         assert settled(llm).trouble == "No space left on device" and settled(llm).written == 0
@@ -338,15 +338,15 @@ def test_a_full_disk_costs_no_more_than_the_files(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from h2o_flexgen.engine.stores import stored_prefix
+from h2o_flexgen.engine.stores import prefix_files
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 
-written = stored_prefix._write_fully
+written = prefix_files._write_fully
 def killed(descriptor, offset, data):
     written(descriptor, offset, data[: len(data) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
-stored_prefix._write_fully = killed
+prefix_files._write_fully = killed
 head = [7] * 40
 with LLM(sys.argv[1], tokenizer="bytes", dtype="float32", device="cpu", least_prefix=4, prefix_dir=sys.argv[2]) as llm:
     for _ in llm.generate_stream([[*head, 1], [*head, 2]], seed=0):
@@ -467,7 +467,7 @@ def test_what_is_known_of_files_has_a_room(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prefix_files, "KNOWN_BYTES", 2 * (400 + prefix_files.FILE_BYTES))
     with closing(PrefixFiles(tmp_path, 10**6, "kind")) as files:
         for number, text in enumerate(texts):
-            files.write_behind(text, [stored_prefix.PartInMemory("kv", 10, sound)])
+            files.write_behind(text, [prefix_files.PartInMemory("kv", 10, sound)])
             files.settle()
             os.utime(files._place(text), (number, number))
             assert known(files) == [number - 2 < place <= number for place in range(4)]
@@ -486,7 +486,7 @@ def test_an_error_that_nothing_foresaw_is_said_and_stops_nothing(tmp_path: Path)
 
     with closing(PrefixFiles(tmp_path, 10**6, "kind")) as files:
         for text, read in ((bytes_of([0] * 100), broken), (bytes_of([1] * 100), sound)):
-            files.write_behind(text, [stored_prefix.PartInMemory("kv", 10, read)])
+            files.write_behind(text, [prefix_files.PartInMemory("kv", 10, read)])
         files.settle()
         assert (files.counts.trouble, files.counts.written) == ("RuntimeError: a bug", 1)
     assert len(files_in(tmp_path)) == len([*tmp_path.iterdir()]) == 1

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from h2o_flexgen import SamplingParams, batch, run
 from h2o_flexgen.checkpoints.checkpoint import HandedSource
+from h2o_flexgen.cli import shared_work
 from h2o_flexgen.cli.errors import Mendable
-from h2o_flexgen.cli.processes import supervisor
-from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, PartDone, Passing, ProcessLink
-from h2o_flexgen.cli.processes.process import PASSING_BYTES, ProcessPlace, PromptsPart, compute
-from h2o_flexgen.cli.processes.supervisor import ProcessExchange
+from h2o_flexgen.cli.process import PASSING_BYTES, ProcessPlace, PromptsPart, compute
+from h2o_flexgen.cli.process_link import BytesTaken, Failed, Loaded, PartDone, Passing, ProcessLink
+from h2o_flexgen.cli.shared_work import ProcessExchange
 from h2o_flexgen.core.workload import dealt
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
@@ -275,7 +275,7 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from pathlib import Path
-from h2o_flexgen.cli.processes import supervisor
+from h2o_flexgen.cli import shared_work
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from tests.helpers.sleeping_process import sleeping
@@ -284,7 +284,7 @@ loaded = SimpleNamespace(offload_folder=Path(sys.argv[1]))
 llm = SimpleNamespace(loaded=loaded, limits=SimpleNamespace(host=1), plan=None, device=names)
 def work(flags):
     model = ModelRequest("none", "none")
-    with sleeping(), supervisor.Processes(llm, model, SiteRequest(gpus=2), [None, None]) as both:
+    with sleeping(), shared_work.Processes(llm, model, SiteRequest(gpus=2), [None, None]) as both:
         for number, pid in both.said(nullcontext):
             print(pid, flush=True)
 sys.exit(exit_status(lambda: SimpleNamespace(verbose=0), work))
@@ -323,7 +323,7 @@ def test_all_end_when_one_is_killed(offload: Path) -> None:
     with (
         sleeping(),
         pytest.raises(Mendable, match=r"process \d of 2 \(cpu\) was ended by SIGKILL, and so are the others"),
-        supervisor.Processes(llm, ModelRequest("none", "none"), SiteRequest(gpus=2), [none, none]) as both,
+        shared_work.Processes(llm, ModelRequest("none", "none"), SiteRequest(gpus=2), [none, none]) as both,
     ):
         for _, pid in both.said(nullcontext):
             others.append(psutil.Process(int(str(pid))))

@@ -27,7 +27,7 @@ from h2o_flexgen import LLM, SamplingParams, batch
 from h2o_flexgen.checkpoints.stale_files import RAY_PREFIX
 from h2o_flexgen.cli.batch_request import RayRequest
 from h2o_flexgen.cli.batch_run import Listening
-from h2o_flexgen.cli.ray import ray_environment
+from h2o_flexgen.cli.batch_work import ray_environment
 from h2o_flexgen.cli.slow import small_job_reason
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import Workload
@@ -47,7 +47,7 @@ from tests.helpers.tiny import save_tiny
 from tests.test_batch import DEMO, break_requests, demo_requests, has_ended, has_lines, ids, records, started, when, write
 
 if TYPE_CHECKING:
-    from h2o_flexgen.cli.ray.workers import WorkerMessage
+    from h2o_flexgen.cli.ray_job import WorkerMessage
     from h2o_flexgen.ray import Engine
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra [ray]")
@@ -183,7 +183,7 @@ def test_rows_are_chats_or_token_ids(engine: Engine) -> None:
 
 def said_by_worker(engine: Engine, asked: PlanRequirements | None, **identity: str) -> list[WorkerMessage]:
     """What a worker says of a portion of three requests."""
-    from h2o_flexgen.cli.ray.workers import Portion, SharedJob, Worker
+    from h2o_flexgen.cli.ray_job import Portion, SharedJob, Worker
 
     plan = engine.llm.plan if asked is None else asked.first_plan
     model = ModelRequest(engine.llm.name, engine.llm.name, dtype="float32", tokenizer="bytes")
@@ -317,16 +317,16 @@ def handed_out(
     ray: PretendedRay, workers: int, portions: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """What all workers say, of requests that are handed out in these portions."""
-    from h2o_flexgen.cli.ray import workers as on_ray
+    from h2o_flexgen.cli import ray_job
 
-    monkeypatch.setattr(on_ray, "ray", ray)
-    waiting = deque(on_ray.WaitingPortions(numbers) for numbers in portions)
-    handing = on_ray.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
+    monkeypatch.setattr(ray_job, "ray", ray)
+    waiting = deque(ray_job.WaitingPortions(numbers) for numbers in portions)
+    handing = ray_job.Handing(ray.new_worker, lambda number: b"line %d" % number, workers, waiting)
     return list(handing.said(Event()))
 
 
 def done(*numbers: int) -> list[Any]:
-    from h2o_flexgen.cli.ray.workers import WorkerMessage
+    from h2o_flexgen.cli.ray_job import WorkerMessage
 
     return [WorkerMessage(0, BrokenRequest(number, "it is done")) for number in numbers]
 
@@ -360,7 +360,7 @@ def test_what_kills_every_worker_ends_the_job(script: Any, words: str, monkeypat
 
 
 def test_portions_are_shares_of_the_tokens_that_are_left() -> None:
-    from h2o_flexgen.cli.ray.workers import MOST_PORTION, cut, cut_evenly
+    from h2o_flexgen.cli.ray_job import MOST_PORTION, cut, cut_evenly
 
     even = [10] * 1000
     sizes = [len(part) for part in cut(range(1000), even, 2, 500)]
@@ -377,18 +377,18 @@ def test_portions_are_shares_of_the_tokens_that_are_left() -> None:
 
 
 def test_workers_leave_cores_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from h2o_flexgen.cli.ray import cluster
+    from h2o_flexgen.cli import ray_cluster
 
-    monkeypatch.setattr(cluster, "cores", lambda: 8)
-    monkeypatch.setattr(cluster, "quota_cores", lambda: 8.0)
+    monkeypatch.setattr(ray_cluster, "cores", lambda: 8)
+    monkeypatch.setattr(ray_cluster, "quota_cores", lambda: 8.0)
     asked = RayRequest("local", 2, None, False)
-    assert [cluster.local_threads(asked, None, busy) for busy in (0.0, 4.1, 9.0)] == [4, 2, 1]
-    assert cluster.local_threads(asked, 3, 9.0) == 3
+    assert [ray_cluster.local_threads(asked, None, busy) for busy in (0.0, 4.1, 9.0)] == [4, 2, 1]
+    assert ray_cluster.local_threads(asked, 3, 9.0) == 3
 
 
 def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has SIGTERM raise SystemExit, which would be another status than that of a command that is terminated."""
-    from h2o_flexgen.cli.ray import cluster
+    from h2o_flexgen.cli import ray_cluster
 
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -399,11 +399,11 @@ def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytes
         if address == "slow":
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(cluster.ray, "init", begins)
+    monkeypatch.setattr(ray_cluster.ray, "init", begins)
     try:
-        with cluster.joined("quick"):
+        with ray_cluster.joined("quick"):
             assert signal.getsignal(signal.SIGTERM) is own and not heard
-        with pytest.raises(SystemExit), cluster.joined("slow"):
+        with pytest.raises(SystemExit), ray_cluster.joined("slow"):
             pass
         assert signal.getsignal(signal.SIGTERM) is own and heard == [signal.SIGTERM]
     finally:
@@ -411,25 +411,25 @@ def test_a_cluster_that_is_joined_leaves_signals_as_they_were(monkeypatch: pytes
 
 
 def test_ray_that_cannot_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, short_folder: Path) -> None:
-    from h2o_flexgen.cli.ray import cluster
+    from h2o_flexgen.cli import ray_cluster
 
     def fails(*address: str, **others: Any) -> None:
         raise RuntimeError("Timed out waiting\n for a file")
 
-    monkeypatch.setattr(cluster.ray, "init", fails)
-    monkeypatch.setattr(cluster, "folder_of_sockets", lambda: short_folder)
+    monkeypatch.setattr(ray_cluster.ray, "init", fails)
+    monkeypatch.setattr(ray_cluster, "folder_of_sockets", lambda: short_folder)
     said = re.escape("Ray cannot start on this machine (Timed out waiting for a file); leave out --ray")
-    with pytest.raises(ValueError, match=said), cluster.connected(RayRequest("local", 1, None, False), 1):
+    with pytest.raises(ValueError, match=said), ray_cluster.connected(RayRequest("local", 1, None, False), 1):
         pass
     assert list(short_folder.iterdir()) == []
 
 
 def test_an_alarm_of_rays_library_is_taken_back() -> None:
     """It sets one when it hears SIGTERM, and aborts the process after it."""
-    from h2o_flexgen.cli.ray import cluster
+    from h2o_flexgen.cli import ray_cluster
 
     try:
-        with pytest.raises(KeyboardInterrupt), cluster.waiting():
+        with pytest.raises(KeyboardInterrupt), ray_cluster.waiting():
             signal.alarm(1000)
             raise KeyboardInterrupt
         assert signal.alarm(0) == 0
@@ -540,9 +540,9 @@ def test_a_signal_while_ray_starts_leaves_nothing(number: int, status: int, tmp_
 
 
 CONNECTED = """
-from h2o_flexgen.cli.ray.ray_job import connected
+from h2o_flexgen.cli.ray_job import connected
 from h2o_flexgen.cli.batch_request import RayRequest
-from h2o_flexgen.cli.ray import ray_environment
+from h2o_flexgen.cli.batch_work import ray_environment
 with ray_environment(), connected(RayRequest("local", 1, None, False), 1):
 """
 

@@ -27,9 +27,9 @@ from h2o_flexgen.core.prefix_groups import OWN_TOKENS, adapter_of, bytes_of, tex
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.engine.graphs import BY_ADAPTERS, StepGraphs
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.row_adapters import LowRankStore
 from h2o_flexgen.engine.row_maker import workload_of
 from h2o_flexgen.engine.stores import prefix_files
-from h2o_flexgen.engine.stores.low_rank import LowRankStore
 from h2o_flexgen.engine.stores.prefix_files import SUFFIX, PrefixFiles
 from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.jobs.index import InputPart

@@ -18,7 +18,7 @@ from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.cost import Cost, by_lane
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.sampling.params import SamplingParams

@@ -32,8 +32,7 @@ from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.jobs.index import CheckedFile, check_file
 from h2o_flexgen.jobs.line import InputFile
-from h2o_flexgen.jobs.line_fields import Options
-from h2o_flexgen.jobs.model_names import ModelNames
+from h2o_flexgen.jobs.line_fields import ModelNames, Options
 from h2o_flexgen.jobs.output import Manifest, Settings, manifest_file, waiting_file
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan

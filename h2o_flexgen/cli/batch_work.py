@@ -1,23 +1,27 @@
-"""The work of the batch command: finds a plan for the requests that are left, runs them, and writes their records."""
+"""The work of the batch command: finds a plan for the requests that are left, runs them, and writes their records.
+
+Ray takes the settings of a cluster of the job's own from the environment when it is imported. They are set here before.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Elsewhere, JobFigures, JobRun, Listening, end_lines
-from h2o_flexgen.cli.processes.shared_work import dealt_requests, outcomes_of_processes
-from h2o_flexgen.cli.ray import ray_environment
 from h2o_flexgen.cli.report import Entry, document_of, noted
 from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import peaks_entry, prefix_files_entry, say_broken
+from h2o_flexgen.cli.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.slow import plan_reasons, say_slow, unrecorded_reason
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import open_llm, say_threads
@@ -271,7 +275,7 @@ class BatchJob:
 
     def _on_workers(self, asked: RayRequest, seed: int, left: FileJob, listening: Listening) -> Generator[Outcome, None, None]:
         with ray_environment() if asked.address == LOCAL else nullcontext():
-            from h2o_flexgen.cli.ray.ray_job import RayJob  # imports an optional package
+            from h2o_flexgen.cli.ray_job import RayJob  # imports an optional package
 
             yield from RayJob(self.request, asked, left, seed, self.prepared.settings, listening).outcomes()
 
@@ -285,3 +289,31 @@ class BatchJob:
             begun = Manifest(now, seed, request.checked.whole, settings, self.prepared.noted)
         seed = begun.seed if request.seed is None else request.seed
         return replace(begun, seed=seed, settings=settings, checked=request.checked.whole).with_run(run)
+
+
+# -- on workers of Ray -------------------------------------------------------------------------------------------------
+
+RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # what goes wrong for good is raised
+    "RAY_memory_monitor_refresh_ms": "0",  # the engine keeps its own promise, and goes on with less when memory runs out
+}
+RAY_AUTH_MODE, RAY_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+
+
+@contextmanager
+def ray_environment() -> Iterator[None]:
+    """A context for a cluster of this process's own: without its token, no process can hand workers anything."""
+    settings = dict(RAY_SETTINGS)
+    if "ray" not in sys.modules:  # otherwise it has chosen to do without
+        settings |= {RAY_AUTH_MODE: "token", RAY_TOKEN: secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

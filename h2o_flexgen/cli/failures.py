@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from h2o_flexgen.cli.errors import USERS, Mendable, line_of
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.memory.shortage import shortage_of
+from h2o_flexgen.memory.host import shortage_of
 
 
 @contextmanager

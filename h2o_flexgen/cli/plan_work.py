@@ -1,23 +1,39 @@
-"""The work of the plan command: searches for the fastest plan, or prices a given one, and reports."""
+"""The work of the plan command: searches for the fastest plan, or prices a given one, and reports. The report of a search, in
+lines and as JSON: the plan, why it is the best, what to expect of it, and the runners-up."""
 
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
-from h2o_flexgen.cli.report.found_report import FoundReport
+from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport, Predicted
 from h2o_flexgen.cli.slow import compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.core.site import DEVICE, HOST, TIERS
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import set_threads
+from h2o_flexgen.formats.kernel_table import EXACT
+from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements
-from h2o_flexgen.planning.predict import BlockPrediction
+from h2o_flexgen.planning.predict import BlockPrediction, Prediction, sampled_steps, sum_of_steps
+from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.session.machine_source import MachineSource
-from h2o_flexgen.session.opened_model import ModelShapes
+from h2o_flexgen.session.opened_model import ModelShapes, system_share
 from h2o_flexgen.session.plan_finder import PlanFinder
 
 
@@ -56,3 +72,276 @@ def _draw(report: FoundReport) -> None:
     if request.timeline is not None:
         trace = BlockPrediction.of(report.first, report.problem.machine).trace
         draw_timelines({"predicted": two_steps(trace)}, request.timeline, report.title, report.first.spec.layer_names)
+
+
+# -- the report ------------------------------------------------------------------------------------------------------------
+
+SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
+BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
+MORE = 0.1  # share of memory that is added to see its effect
+WORTH_SAYING = 0.005
+RUN = "python -m h2o_flexgen.run"
+
+
+@dataclass(frozen=True)
+class FoundReport:
+    problem: SearchProblem
+    found: SearchResult
+    request: PlanRequest
+    search_seconds: float
+    stored: StoredWeights | None = None  # None: nothing was found but shapes
+
+    @property
+    def title(self) -> str:
+        problem = self.problem
+        return (
+            f"{self.request.model.name} on {problem.machine.name}: prompts of {problem.prompt_len}, {problem.gen_len} generated"
+        )
+
+    @property
+    def is_searched(self) -> bool:
+        return isinstance(self.request.plan, PlanRequirements)
+
+    @cached_property
+    def planned(self) -> WorkloadPlan:
+        return self.problem.planned(self.found.best.plan, self.problem.prompts(self.found.best.plan))
+
+    @property
+    def first(self) -> BlockPlan:
+        return self.planned.blocks.first
+
+    @cached_property
+    def plan_report(self) -> PlanReport:
+        request = self.request
+        return PlanReport(
+            model=request.model.name,
+            dummy_weights=request.model.dummy_weights,
+            adapters=request.model.adapter,
+            requested=request.plan if isinstance(request.plan, Plan) else self.found.best.plan,
+            planned=self.planned,
+            limits=self.problem.limits,
+            processor=processor(self.problem.machine.device) if request.machine is None else None,
+            stored=self.stored,
+        )
+
+    @cached_property
+    def why(self) -> Why:
+        return Why(self.problem, self.found.best, self.first, self.planned.footprint)
+
+    @cached_property
+    def flags(self) -> list[str]:
+        return self.request.run_flags(self.found.best.plan)
+
+    def lines(self) -> list[str]:
+        return lines_of(self.entries())
+
+    def as_json(self) -> dict[str, object]:
+        return document_of(self.entries())
+
+    def entries(self) -> Iterator[Entry]:
+        yield self._of_machine()
+        yield from self.plan_report.entries()
+        yield told("")
+        yield from self.why.entries(with_more=self.is_searched)
+        yield from self._expected()
+        yield from self._searched()
+
+    def _of_machine(self) -> Entry:
+        name, left = self.problem.machine.name, dict(system_share(self.request.machine, self.request.site))
+        shares = " and ".join(f"{format_bytes(nbytes)} of {NAMES[tier]} memory" for tier, nbytes in left.items())
+        words = f"{name}; {shares} left to its system" if shares else name
+        return entry("machine", words, machine=name, left_to_system_bytes=left)
+
+    def _expected(self) -> Iterator[Entry]:
+        one, prediction, gpus = self.found.best, self.found.best.prediction, self.request.site.gpus
+        yield entry(
+            "expected",
+            f"prefill {prediction.prefill_seconds:.3f} s {self._of_blocks}, "
+            f"{prediction.step_seconds:.4f} s a decode step, {one.tokens_per_second:.3f} tokens/s, "
+            f"{one.block_seconds:.3f} s until one block is over",
+            predicted=self._predicted(prediction),
+        )
+        if gpus > 1:
+            each = "each of them, beside the others; weights in CPU memory are held once"
+            together = f"{gpus * one.tokens_per_second:.3f} tokens/s; all else is that of {each}"
+            yield entry("together", f"{gpus} processes: {together}")
+        yield entry("run", f"{RUN} {shlex.join(self.flags)}", flags=self.flags)
+
+    @property
+    def _of_blocks(self) -> str:
+        count = len(self.planned.blocks)
+        return "of the one block" if count == 1 else f"of all {count} blocks together"
+
+    def _predicted(self, one: Prediction) -> dict[str, object]:
+        """The prediction under the names that the run command measures by. Steps change slowly, so their mean stands for the
+        median."""
+        return {
+            **Predicted(one, self.problem.machine.name, self.problem.limits).as_json(),
+            "generated_tokens": one.generated_tokens,
+            "gpus": self.request.site.gpus,
+            "step_seconds_median": round(one.step_seconds, 6),
+            "block_seconds": round(self.found.best.block_seconds, 6),
+            "lanes": {
+                lane: {"busy_seconds": round(seconds, 6), "busy_share": round(min(1.0, seconds / one.total_seconds), 4)}
+                for lane, seconds in one.lane_seconds.items()
+            },
+        }
+
+    def _searched(self) -> Iterator[Entry]:
+        """What else was found; nothing is told of it where a plan was given."""
+        found, seconds = self.found, self.search_seconds
+        equal, others = found.runners_up[: found.equals], found.runners_up[found.equals :]
+        entries = [
+            entry("searched", f"{found.cases} sizes and codecs in {seconds:.1f} s", cases=found.cases, search_seconds=seconds),
+            entry("chosen", rule_of(self.problem)),
+            *_candidates("counted as equal to it:", equal),
+            *_candidates("next best:", others),
+            noted(runners_up=[document_of(candidate_entries(one)) for one in found.runners_up]),
+            *_candidates("from the soonest end to most tokens per second:", found.front),
+            noted(front=[document_of(candidate_entries(one)) for one in found.front]),
+        ]
+        yield from entries if self.is_searched else (noted(**document_of(entries)),)
+
+
+def _candidates(title: str, candidates: Sequence[Candidate]) -> Iterator[Entry]:
+    if candidates:
+        yield told("", title, *table_of([candidate_entries(one) for one in candidates]))
+
+
+def candidate_entries(one: Candidate) -> list[Entry]:
+    """A row of a table of plans; the labels are its head."""
+    plan, prediction = one.plan, one.prediction
+    kept = "as they are" if plan.weight_codec == plan.kv_codec == PLAIN else f"{plan.weight_codec}, {plan.kv_codec}"
+    kept += "" if plan.compute == EXACT else f"; {plan.compute}"
+    prefill, block, rate = prediction.prefill_seconds, one.block_seconds, one.tokens_per_second
+    sizes = f"{plan.gpu_batch_size} x {plan.num_gpu_batches}"
+    percent = list(plan.percent)
+    return [
+        entry("block", sizes, gpu_batch_size=plan.gpu_batch_size, num_gpu_batches=plan.num_gpu_batches),
+        entry("percent", " ".join(f"{share:g}" for share in percent), percent=percent),
+        entry("buffers", str(plan.buffers), slots=plan.buffers),
+        entry("weights, KV as", kept, weight_codec=plan.weight_codec, kv_codec=plan.kv_codec, compute=plan.compute),
+        noted(attend_on=plan.attend_on),
+        entry("all prefills s", f"{prefill:.3f}", prefill_seconds=round(prefill, 6)),
+        entry("s/step", f"{prediction.step_seconds:.4f}", decode_seconds=round(prediction.decode_seconds, 6)),
+        entry("tokens/s", f"{rate:.3f}", tokens_per_second=round(rate, 3)),
+        entry("one block s", f"{block:.3f}", block_seconds=round(block, 6)),
+    ]
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Why:
+    """The reasons for a plan's speed: the busiest lane of a step, and the tier with the fullest memory."""
+
+    problem: SearchProblem
+    best: Candidate
+    first: BlockPlan
+    needed: Footprint
+
+    # -- lanes ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        return Pricing(self.first, self.problem.machine, averaged=True)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The decode steps that stand for all; the prompts if only they are computed."""
+        return sampled_steps(self.first) or [0]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.best.prediction.step_seconds or self.best.block_seconds
+
+    @cached_property
+    def lane_seconds(self) -> Mapping[str, float]:
+        """Seconds per lane in an average step."""
+        each = [self.pricing.lane_seconds(step) for step in self.steps]
+        return {
+            lane: self._mean([one.get(lane, 0.0) for one in each])
+            for lane in dict.fromkeys(lane for one in each for lane in one)
+        }
+
+    def _mean(self, seconds: list[float]) -> float:
+        return sum_of_steps(self.steps, seconds) / sum_of_steps(self.steps, [1.0] * len(seconds))
+
+    @property
+    def busiest_lane(self) -> str:
+        return max(self.lane_seconds, key=lambda lane: self.lane_seconds[lane])
+
+    @property
+    def shared(self) -> str | None:
+        """What several lanes share, if it takes longer than any of them alone."""
+        bounds = [self.pricing.bounds(step) for step in self.steps]
+        seconds = {name: self._mean([one[name] for one in bounds]) for name in SHARED}
+        name = max(seconds, key=lambda name: seconds[name])
+        return name if seconds[name] > 1.001 * max(self.lane_seconds.values()) else None
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def fullness(self) -> Mapping[str, float]:
+        """The share of its limit that each tier needs."""
+        limits = {tier: limit for tier in TIERS if (limit := self.problem.limits.of(tier))}
+        return {tier: self.problem.limits.needs(self.needed, tier) / limit for tier, limit in limits.items()}
+
+    @property
+    def binding_tier(self) -> str | None:
+        return max(self.fullness, key=lambda tier: self.fullness[tier], default=None)
+
+    @property
+    def nothing_is_offloaded(self) -> bool:
+        fastest, plan = DEVICE if self.problem.accelerator else HOST, self.best.plan
+        return all(shares.of(fastest) == 1 for shares in (plan.weights, plan.kv, plan.hidden))
+
+    @cached_property
+    def with_more(self) -> float | None:
+        """Tokens per second with more memory on the tier that binds, with as many batches per block and the same codecs and
+        products."""
+        tier = self.binding_tier
+        if tier is None or self.fullness[tier] < BINDS:
+            return None
+        limit = self.problem.limits.of(tier)
+        assert limit is not None
+        more = replace(self.problem.limits, **{tier: int((1 + MORE) * limit)})
+        batches = (self.best.plan.num_gpu_batches,)
+        plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
+        try:
+            same = replace(self.problem, plan=plan, codecs=(), computes=(), batches=batches, attend_on=attend_on)
+            found = search(replace(same, limits=more, with_front=False))
+        except NoPlan:
+            return None
+        return max(found.best.tokens_per_second, self.best.tokens_per_second)
+
+    # -- in words ------------------------------------------------------------------------------------------------------
+
+    def entries(self, with_more: bool) -> Iterator[Entry]:
+        seconds = {lane: round(seconds, 6) for lane, seconds in self.lane_seconds.items()}
+        words = (self._lane_line(), self._memory_line(with_more))
+        yield entry("why", words, busiest_lane=self.busiest_lane, lane_seconds_per_step=seconds, binding_tier=self.binding_tier)
+
+    def _lane_line(self) -> str:
+        lane, step = self.busiest_lane, "decode step" if self.steps != [0] else "prefill"
+        seconds = self.lane_seconds[lane]
+        share = f"{100 * min(1.0, seconds / self.step_seconds):.0f} %"
+        busy = f"{lane} is the busiest lane: {seconds:.3g} s of a {step}'s {self.step_seconds:.3g} s ({share})"
+        return busy if self.shared is None else f"{busy}; {SHARED[self.shared]}"
+
+    def _memory_line(self, with_more: bool) -> str:
+        tier = self.binding_tier
+        if tier is None:
+            return "no memory has a limit"
+        need, limit = self.problem.limits.needs(self.needed, tier), self.problem.limits.of(tier) or 0
+        used = f"{NAMES[tier]} memory" if tier != "disk" else "the disk"
+        used = f"{used} is fullest: {format_bytes(need)} of {format_bytes(limit)} ({100 * self.fullness[tier]:.0f} %)"
+        if self.nothing_is_offloaded:
+            return f"everything fits, nothing is offloaded; {used}"
+        if not with_more or self.with_more is None:
+            return used
+        rate, now = self.with_more, self.best.tokens_per_second
+        if rate < (1 + WORTH_SAYING) * now:
+            return f"{used}; {100 * MORE:g} % more would change little"
+        return f"{used}; with {100 * MORE:g} % more: {rate:.4g} tokens/s instead of {now:.4g}"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from h2o_flexgen.cli.output_files import CompletionsFile
-from h2o_flexgen.cli.processes.shared_work import RunApart
 from h2o_flexgen.cli.report.run_report import RunOutcome
 from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
+from h2o_flexgen.cli.shared_work import RunApart
 from h2o_flexgen.cli.slow import say_slow, unrecorded_reason
 from h2o_flexgen.cli.watch import RunWatch, open_llm, say_threads
 from h2o_flexgen.engine.progress import Progress

@@ -42,15 +42,14 @@ from h2o_flexgen.planning.plan_requirements import PlanNeed
 from h2o_flexgen.planning.positions import check_positions
 from h2o_flexgen.planning.workload_plan import first_that_fits, prefix_rooms, room_of_states, rooms_to_search
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.server.app import Hosts, Keys, make_app
-from h2o_flexgen.server.batches.batch_threads import BatchWork
-from h2o_flexgen.server.batches.routes import BatchRoutes
-from h2o_flexgen.server.batches.stored_files import DataFolder, data_folder
+from h2o_flexgen.server.app import Facts, Hosts, Keys, Tier, make_app
+from h2o_flexgen.server.batch_routes import BatchRoutes
+from h2o_flexgen.server.batch_threads import BatchWork
 from h2o_flexgen.server.counts import ServerCounts
 from h2o_flexgen.server.desk import Desk, Terms
 from h2o_flexgen.server.listening import Limits, ServerAddress, bound, is_loopback, listening, place_of
 from h2o_flexgen.server.service import Service
-from h2o_flexgen.server.status_page import Facts, Tier
+from h2o_flexgen.server.stored_batches import DataFolder, data_folder
 from h2o_flexgen.session.plan_finder import PlanFinder
 from h2o_flexgen.text.dialogue import choose_style
 

@@ -23,9 +23,8 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.engine.job import Request, prompt_of
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
-from h2o_flexgen.engine.seated_rows import HeldBytes, held_bytes
+from h2o_flexgen.engine.seated_rows import NOTHING, HeldBytes, Sharing, Waiting, held_bytes
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
-from h2o_flexgen.engine.waiting import NOTHING, Sharing, Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion

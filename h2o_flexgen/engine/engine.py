@@ -27,14 +27,13 @@ from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, Likenes
 from h2o_flexgen.engine.head import AtHead, OfHead
 from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.reports import OnPass, Pass
-from h2o_flexgen.engine.row_adapters import RowAdapters
+from h2o_flexgen.engine.row_adapters import LowRankStore, RowAdapters
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, PartsThere, RowsPart
-from h2o_flexgen.engine.seated_rows import SeatedRows
+from h2o_flexgen.engine.seated_rows import SeatedRows, Waiting
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.layer_judges import judges_of
-from h2o_flexgen.engine.stores.low_rank import LowRankStore
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
 from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateStore
@@ -48,12 +47,10 @@ from h2o_flexgen.engine.stores.states_of_visits import (
     begin_behind,
 )
 from h2o_flexgen.engine.stores.weights import WeightStore
-from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kernels.recording import enter, kept
 from h2o_flexgen.kv.layer_cache import LayerCache, OnlyChosen
-from h2o_flexgen.memory.host import give_back_freed
+from h2o_flexgen.memory.host import HostGuard, Shortage, give_back_freed
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.shortage import HostGuard, Shortage
 from h2o_flexgen.memory.threads import TakingTurns, refuse_forked
 from h2o_flexgen.models import base
 from h2o_flexgen.models.new_tokens import Attend

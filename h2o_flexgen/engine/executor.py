@@ -20,7 +20,7 @@ import torch
 
 from h2o_flexgen.engine.recorder import Recorder
 from h2o_flexgen.memory.device import Device, Marker
-from h2o_flexgen.memory.shortage import Shortage, shortage_of
+from h2o_flexgen.memory.host import Shortage, shortage_of
 from h2o_flexgen.memory.threads import Event, starting
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Lanes, Op, Task
 from h2o_flexgen.schedule.trace import Trace

@@ -18,7 +18,7 @@ from h2o_flexgen.engine.reports import MADE_AGAIN, OnStage, Stage, Ticker, how_f
 from h2o_flexgen.engine.restarted_run import OnShrink, RowsOfBlocks, Shrink, Unfinished, run_blocks
 from h2o_flexgen.engine.row_state import RowState, completion_of
 from h2o_flexgen.engine.rows import OnToken
-from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.engine.seated_rows import Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan

@@ -23,7 +23,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import KEPT_PRODUCTS, available_bytes, bytes_to_begin_with, give_back_freed
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 
 

@@ -14,7 +14,7 @@ from h2o_flexgen.engine.executor import TaskFailed, shortage_in
 from h2o_flexgen.engine.job import BrokenRequest, DivisibleJob, Outcome
 from h2o_flexgen.engine.reports import NO_TICK, OnTick, Tick
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.memory.shortage import Shortage
+from h2o_flexgen.memory.host import Shortage
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion

@@ -1,27 +1,33 @@
 """Adapters of rows: LoRA that single rows have beside the weights of the model. The rows beside them have others, or none.
 
 They are known by names to those that ask, and by numbers to rows: 0 is none. A list of them only grows, so a number stays.
+LowRankStore has their thin matrices in the memory of a device that computes with them. They are loaded once, and stay.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from h2o_flexgen.checkpoints.adapters import NOT_FOR_ROWS, Adapter, LowRank
 from h2o_flexgen.checkpoints.gguf_adapters import adapter_for
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import did_you_mean, shown
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.prefix_groups import MOST_ADAPTERS, OWN_TOKENS
 from h2o_flexgen.core.site import AdapterRoom
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
-from h2o_flexgen.kernels.adapted_matrix import AT_ONCE
+from h2o_flexgen.kernels.matrix import ADAPTED_AT_ONCE, AdaptedMatrix, AdaptedRows, LowRankMatrices
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.models.base import Weights
 
 COPIES = 4  # of rows and of what is made of them, in fp32: what goes in, what is there, what is added, and both together
 EXPERTS = ".experts."
@@ -55,7 +61,7 @@ class RowAdapter:
                 raise adapter.refused(f"is of another model: {tensor} has the shape {shape}, and what is to be added {found}")
             changes[tensor] = part
         widest = max((sum(spec.tensors[tensor].shape) for tensor in changes), default=0)
-        return cls(name, adapter, changes, AT_ONCE * FLOAT_BYTES * COPIES * widest)
+        return cls(name, adapter, changes, ADAPTED_AT_ONCE * FLOAT_BYTES * COPIES * widest)
 
     @cached_property
     def held(self) -> Mapping[str, int]:
@@ -130,3 +136,48 @@ class RowAdapters:
         if spec.vocab > OWN_TOKENS:
             raise ValueError(f"{spec.name} has {spec.vocab} tokens, and adapters of requests need {OWN_TOKENS} at most")
         self._each.append(RowAdapter.of(name, adapter_for(place, model, name), spec, names))
+
+
+# -- their matrices on a device --------------------------------------------------------------------------------------------
+
+
+class LowRankStore:
+    def __init__(self, adapters: RowAdapters, spec: ModelSpec, memories: Memories) -> None:
+        """`spec`: of the layers that this device computes."""
+        self._adapters, self._spec, self._memories = adapters, spec, memories
+        self._held: dict[str, dict[int, LowRankMatrices]] = {}  # by the names of tensors, and by the numbers of adapters
+        self._loaded = 0
+
+    def load(self) -> None:
+        """Loads those that have come since the last call."""
+        for number, adapter in enumerate(self._adapters, start=1):
+            if number > self._loaded:
+                self._load(number, adapter)
+                self._loaded = number
+
+    def _load(self, number: int, adapter: RowAdapter) -> None:
+        own = {name: part for name, part in adapter.changes.items() if name in self._spec.tensors}
+        if not own:
+            return
+        room = self._memories.compute.alloc(sum(adapter.held[name] for name in own))
+        for name, part in own.items():
+            (a, b), room = _placed(part.read(), room)
+            self._held.setdefault(name, {})[number] = LowRankMatrices(a, b, part.factor)
+
+    def beside(self, layer: LayerSpec, weights: Weights, rows: AdaptedRows) -> Weights:
+        """The weights of a layer for these rows."""
+        present, changed = {*rows.numbers}, dict[str, AdaptedMatrix]()
+        for own, tensor in layer.tensors:
+            there = {number: each for number, each in self._held.get(tensor.name, {}).items() if number in present}
+            if there:
+                changed[own] = AdaptedMatrix(weights[own], rows, there)
+        return {**weights, **changed} if changed else weights
+
+
+def _placed(halves: Sequence[Tensor], room: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """Copies matrices to the beginning of a region. -> them there, and the rest of it"""
+    there = []
+    for half in halves:
+        there.append(room[: half.nbytes].view(torch.float32).view(half.shape).copy_(half))
+        room = room[aligned(half.nbytes) :]
+    return there, room

@@ -23,7 +23,7 @@ from h2o_flexgen.engine.masks import BatchMasks, MaskMaker, RowBroken
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
 from h2o_flexgen.engine.stores.states_of_visits import TokensLaid
-from h2o_flexgen.kernels.adapted_matrix import AdaptedRows
+from h2o_flexgen.kernels.matrix import AdaptedRows
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan

@@ -16,7 +16,7 @@ from h2o_flexgen.engine.job import Job, Request, Requests, RequestSize, prefix_f
 from h2o_flexgen.engine.reports import Ticker
 from h2o_flexgen.engine.row_maker import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
-from h2o_flexgen.engine.waiting import WaitingJob
+from h2o_flexgen.engine.seated_rows import WaitingJob
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.text.prompts import Prompt, read_prompts
 from h2o_flexgen.text.tokenizer import Tokenizer

@@ -30,8 +30,7 @@ from h2o_flexgen.jobs.line import (
     LinesAt,
     RawLine,
 )
-from h2o_flexgen.jobs.line_fields import Options
-from h2o_flexgen.jobs.model_names import ModelNames
+from h2o_flexgen.jobs.line_fields import ModelNames, Options
 
 SOUND, REFUSED, TWICE = range(3)
 HALVES = struct.Struct("QQ")  # of a digest

@@ -19,12 +19,12 @@ from h2o_flexgen.jobs.line_fields import (
     PAIRS,
     RERANK,
     SCORE,
+    ModelNames,
     Options,
     read_embedding_options,
     read_label_options,
     read_options,
 )
-from h2o_flexgen.jobs.model_names import ModelNames
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, TextPair, read_chat, token_ids

@@ -18,8 +18,7 @@ from typing import TypeAlias
 
 from h2o_flexgen.core.labels import Labels
 from h2o_flexgen.jobs.line import Line
-from h2o_flexgen.jobs.line_fields import CLASSIFY, RERANK, SCORE, EmbeddingForm, LabelForm
-from h2o_flexgen.jobs.model_names import ModelNames
+from h2o_flexgen.jobs.line_fields import CLASSIFY, RERANK, SCORE, EmbeddingForm, LabelForm, ModelNames
 from h2o_flexgen.sampling.completion import AnswerMessage, Completion, Output, StepLogprobs, TokenLogprob
 from h2o_flexgen.sampling.pooling import Classification, Ranked, best_first
 from h2o_flexgen.text.answer_reader import AnswerReading, identity_of

@@ -11,7 +11,12 @@ from h2o_flexgen.formats.kernel_table import TRITON, Kernel
 from h2o_flexgen.kernels.append import append, append_twin, rotate, rotate_twin
 from h2o_flexgen.kernels.chosen_slots import choose_slots, choose_slots_twin, chosen_attention
 from h2o_flexgen.kernels.copies import put_rows, put_rows_twin, take_rows, take_rows_twin
-from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import (
+    decode_attention,
+    decode_attention_twin,
+    shared_attention,
+    shared_attention_twin,
+)
 from h2o_flexgen.kernels.evict import (
     evict,
     evict_twin,
@@ -87,8 +92,6 @@ from h2o_flexgen.kernels.row_functions import (
     xielu,
     xielu_twin,
 )
-from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
-from h2o_flexgen.kernels.short_convolution import short_convolution, short_convolution_twin
 from h2o_flexgen.kernels.states import (
     gated_delta,
     gated_delta_twin,
@@ -96,6 +99,8 @@ from h2o_flexgen.kernels.states import (
     gated_norm_twin,
     selective_scan,
     selective_scan_twin,
+    short_convolution,
+    short_convolution_twin,
     step_sizes,
     step_sizes_twin,
 )

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from h2o_flexgen.formats.grouped import GROUP, TILE, Tiled, groups_of
 from h2o_flexgen.formats.kernel_sizes import twin_values
-from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.panels import call
 from h2o_flexgen.kernels.raw_memory import address_of

@@ -76,10 +76,9 @@ from h2o_flexgen.formats.kernel_table import (
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.chosen_slots import Always
-from h2o_flexgen.kernels.counted_rows import CountedRows
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Leaving, Newest, Notes
-from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.functions import COUNTED, SEVERAL, Function, function_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP, groups_of
-from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.factor import Factor, Meeting, Runs
+from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting, Runs
 from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.counted_rows import CountedRows
+from h2o_flexgen.kernels.factor import CountedRows
 from h2o_flexgen.kernels.native import KINDS, ValuePlaces, pointer, run, threads_for
 from h2o_flexgen.kernels.raw_memory import address_of
 

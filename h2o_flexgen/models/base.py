@@ -16,8 +16,8 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import GgufArchitecture, OfHeads
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.kernels.adapted_matrix import AdaptedMatrix
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.matrix import AdaptedMatrix
 from h2o_flexgen.models.config_values import Bounds, Config
 from h2o_flexgen.models.new_tokens import Attend, NewTokens
 from h2o_flexgen.models.row_states import RowStates

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, MLP_VISIT, ExpertTurns, LayerSpec
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES
-from h2o_flexgen.kernels.counted_rows import CountedRows
+from h2o_flexgen.kernels.factor import CountedRows
 from h2o_flexgen.kernels.native import RECORDER
 from h2o_flexgen.kernels.operations import Counts, add_weighted, gather_chosen, gather_counted, route
 from h2o_flexgen.kernels.routing import SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, Chosen, RouterRule, RouterScores

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.adapted_matrix import AdaptedMatrix, bare
-from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.factor import CountedRows, Factor
 from h2o_flexgen.kernels.matrix import (
+    AdaptedMatrix,
     Matrix,
     PackedMatrix,
     SteadyMatrix,
+    bare,
     can_be_counted,
     counted_linear_of_each,
     linear_of_each,

@@ -22,9 +22,8 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, footprint
+from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, MemoryLimits, footprint
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps, typical_passes

@@ -11,8 +11,8 @@ from h2o_flexgen.core.option import check_options, option
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT, SearchProblem

@@ -20,9 +20,9 @@ from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.linear_program import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_buffers
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, largest

@@ -18,8 +18,7 @@ from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import MOST_TOKENS, Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
-from h2o_flexgen.planning.footprint import Footprint, footprint
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import Footprint, MemoryLimits, footprint
 from h2o_flexgen.planning.plan import OFF, Plan, Shares
 
 

@@ -31,8 +31,8 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, FilePiece, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Curve, Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.profiling.bench import sound_bytes
 from h2o_flexgen.profiling.products import multiplied
 

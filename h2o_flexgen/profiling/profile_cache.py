@@ -35,9 +35,8 @@ from h2o_flexgen.formats.kernel_sizes import shared
 from h2o_flexgen.formats.kernel_table import CPU
 from h2o_flexgen.kernels.native import in_use, processor
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.host import available_bytes
+from h2o_flexgen.memory.host import available_bytes, shortage_of
 from h2o_flexgen.memory.memories import own_site
-from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.planning.machine import Machine, machine_file, save_machine, saved_machine
 from h2o_flexgen.profiling.bench import QUICK, OnSubject, ProfileSizes
 from h2o_flexgen.profiling.busy_cores import Others, is_quiet

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from h2o_flexgen.schedule.issue import Issuer
 from h2o_flexgen.schedule.ops import Data, Task
-from h2o_flexgen.schedule.schedule import BlockOrder
+from h2o_flexgen.schedule.schedule import BlockOrder, Issuer
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from h2o_flexgen.schedule.issue import Issuer
 from h2o_flexgen.schedule.ops import OF_ROWS, Data, Task, Visit
-from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.schedule import Issuer, Schedule
 
 
 @dataclass(frozen=True)

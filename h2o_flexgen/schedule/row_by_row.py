@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from h2o_flexgen.schedule.issue import Issuer
 from h2o_flexgen.schedule.ops import Data, Task, Visit
-from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.schedule import Issuer, Schedule
 
 
 @dataclass(frozen=True)

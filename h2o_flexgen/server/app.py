@@ -1,11 +1,14 @@
 """The routes of the server, the checks before them, and the answer where there is no such route. Requests are let in by the
-name of the host that they ask, and by a key."""
+name of the host that they ask, and by a key. What a person sees of a server at a glance is the page that a browser shows at /,
+and the status, as JSON, that it asks for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from hmac import compare_digest
 from ipaddress import ip_address
 from pathlib import Path
@@ -22,10 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h2o_flexgen.core.files import read_text
 from h2o_flexgen.jobs.line import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.line import READING as READ_THERE
-from h2o_flexgen.jobs.line_fields import CLASSIFY
-from h2o_flexgen.jobs.model_names import UnknownModel
-from h2o_flexgen.server.batches.routes import BatchRoutes, routes_without_folder
-from h2o_flexgen.server.counts import MEDIA_TYPE, ServerCounts, batches_text
+from h2o_flexgen.jobs.line_fields import CLASSIFY, UnknownModel
+from h2o_flexgen.server.batch_routes import BatchRoutes, routes_without_folder
+from h2o_flexgen.server.counts import MEDIA_TYPE, Now, ServerCounts, batches_text
 from h2o_flexgen.server.listening import says_json, where_it_ends_is_unclear
 from h2o_flexgen.server.problems import (
     ApiProblem,
@@ -41,7 +43,6 @@ from h2o_flexgen.server.problems import (
     unknown_path,
 )
 from h2o_flexgen.server.service import CLIENT_HAS_GONE, Service
-from h2o_flexgen.server.status_page import Facts, page, status
 
 LOCAL = "localhost"
 HEADER = re.compile(
@@ -256,3 +257,67 @@ async def _gone(request: Request, error: ClientDisconnect) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     """The answer where the server itself has failed; the error is logged."""
     return _told(broken(f"the server has failed: {type(error).__name__}"))
+
+
+# -- the page, and the status ----------------------------------------------------------------------------------------------
+
+FILE = Path(__file__).with_name("page.html")
+
+
+def page() -> Response:
+    """One file, which asks this server alone for what it shows. The browser is told so: it runs the style and the script that
+    stand in the file, and loads nothing from anywhere else."""
+    content = FILE.read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": "; ".join(_policy(content)),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return Response(content, headers=headers, media_type="text/html")
+
+
+def _policy(content: str) -> Iterator[str]:
+    yield "default-src 'none'"
+    yield f"style-src {_sum_of('style', content)}"
+    yield f"script-src {_sum_of('script', content)}"
+    yield "connect-src 'self'"
+    yield "img-src data:"
+    yield from (f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors"))
+
+
+def _sum_of(element: str, content: str) -> str:
+    """The checksum by which a browser knows the one element of this kind."""
+    (inner,) = re.findall(f"<{element}>(.*?)</{element}>", content, re.DOTALL)
+    return f"'sha256-{b64encode(sha256(inner.encode()).digest()).decode()}'"
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What lies where: one place for data."""
+
+    name: str
+    held_bytes: Mapping[str, int]  # by kind of data
+    needed_bytes: int  # at most, with the room that is worked in; a checkpoint's own files on disk are only read
+    budget_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is settled before the server listens."""
+
+    model: str  # by which clients know it
+    longest_prompt: int  # tokens
+    most_tokens: int  # of a completion
+    words: Mapping[str, str]  # what is said of the plan, by what it is about
+    tiers: tuple[Tier, ...]
+
+
+def status(facts: Facts, is_ending: bool, now: Now, counts: ServerCounts) -> dict[str, object]:
+    return {
+        **asdict(facts),
+        "is_ending": is_ending,
+        "seconds": counts.seconds(),
+        "now": asdict(now),
+        "since_it_began": counts.totals(),
+    }

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from h2o_flexgen.core.allowed_values import TRUTH
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.jobs.line import INPUT, Line, read_body, read_inputs, read_json
-from h2o_flexgen.jobs.line_fields import LOGPROBS, PAIRS, TOP_LOGPROBS, Options, as_given
-from h2o_flexgen.jobs.model_names import ModelNames, UnknownModel
+from h2o_flexgen.jobs.line_fields import LOGPROBS, PAIRS, TOP_LOGPROBS, ModelNames, Options, UnknownModel, as_given
 from h2o_flexgen.server.problems import Refused, bad_request, unknown_model
 
 STREAM, STREAM_OPTIONS, USAGE = "stream", "stream_options", "include_usage"

@@ -10,7 +10,7 @@ from time import monotonic
 
 from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.stores.prefix_files import PrefixFileCounts
-from h2o_flexgen.server.batches.stored_batches import Batches
+from h2o_flexgen.server.stored_batches import Batches
 
 PREFIX = "h2o_flexgen"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"

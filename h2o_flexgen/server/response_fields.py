@@ -13,8 +13,15 @@ from typing import Any
 from h2o_flexgen.core.allowed_values import Choice
 from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
 from h2o_flexgen.jobs.line import Line
-from h2o_flexgen.jobs.line_fields import LOGPROBS, MAX_TOKENS, OTHER_MAX_TOKENS, PROMPT_LOGPROBS, Options, read_options
-from h2o_flexgen.jobs.model_names import ModelNames
+from h2o_flexgen.jobs.line_fields import (
+    LOGPROBS,
+    MAX_TOKENS,
+    OTHER_MAX_TOKENS,
+    PROMPT_LOGPROBS,
+    ModelNames,
+    Options,
+    read_options,
+)
 from h2o_flexgen.sampling.params import SAMPLING
 from h2o_flexgen.sampling.structured_outputs import FORMAT, NAME, OF_OBJECT, OF_SCHEMA, OF_TEXT
 from h2o_flexgen.server.body_fields import (

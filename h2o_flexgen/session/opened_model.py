@@ -33,8 +33,8 @@ from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.models import create_model, known_config, load_config, tensor_names
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.planning.footprint import MemoryLimits, left_to_system
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
 from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.planning.plan_requirements import PlanSubject
 from h2o_flexgen.profiling.gpu_checks import kept_graph_bytes

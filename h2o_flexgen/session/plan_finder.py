@@ -14,8 +14,8 @@ from h2o_flexgen.checkpoints.model_places import demo_folder
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.reports import OnStage
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
 from h2o_flexgen.planning.search import MOST_ROWS, Candidate, SearchProblem, SearchResult, refuse_what_never_fits, search

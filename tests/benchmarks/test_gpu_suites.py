@@ -30,8 +30,8 @@ from benchmarks.comparison.report import Report
 from benchmarks.comparison.suites import ROWS, Contender, Load, Suite, own
 from benchmarks.comparison.time_left import Deadline
 from h2o_flexgen.core.site import DEVICE, HOST, Site
+from h2o_flexgen.planning.footprint import MemoryLimits, left_to_system
 from h2o_flexgen.planning.machine import Machine, find_machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.session.opened_model import OpenedModel

@@ -15,7 +15,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob

@@ -16,8 +16,7 @@ from torch import Tensor
 from h2o_flexgen.engine import graphs
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.graphs import GraphPlace
-from h2o_flexgen.engine.stores.needed_experts import Wanted
-from h2o_flexgen.engine.stores.weights import WeightStore
+from h2o_flexgen.engine.stores.weights import Wanted, WeightStore
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.sampling.params import SamplingParams

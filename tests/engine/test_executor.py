@@ -19,7 +19,7 @@ from h2o_flexgen.core.site import DISK, HOST
 from h2o_flexgen.engine.executor import Action, Executor, TaskFailed, shortage_in
 from h2o_flexgen.engine.recorder import TIMED_EVERY
 from h2o_flexgen.memory.device import Device, EventMarker, Marker, StreamEvent, open_device
-from h2o_flexgen.memory.shortage import Shortage
+from h2o_flexgen.memory.host import Shortage
 from h2o_flexgen.memory.threads import Latch
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Key, Op, Task

@@ -23,7 +23,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.memory import host, shortage
+from h2o_flexgen.memory import host
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
@@ -396,7 +396,7 @@ def test_near_the_limit_of_the_host_the_block_is_stopped_and_one_row_is_left_to_
     told: list[Shrink] = []
     with case.open(checkpoints, offload) as llm:
         llm.generate(case.prompts[:1], SamplingParams(max_tokens=1))
-        monkeypatch.setattr(shortage, "available_bytes", lambda: 7_000_000)
+        monkeypatch.setattr(host, "available_bytes", lambda: 7_000_000)
         monkeypatch.setattr(psutil, "Process", Grown)
         assert same(llm.generate(case.prompts, SamplingParams(max_tokens=GEN_LEN), on_shrink=told.append), wanted)
     assert [shrink.tried for shrink in told] == [(4, 2), (2, 2), (1, 2)]

@@ -11,7 +11,7 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import BlockSize, Workload
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.engine.waiting import WaitingJob
+from h2o_flexgen.engine.seated_rows import WaitingJob
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams

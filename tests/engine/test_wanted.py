@@ -11,8 +11,8 @@ import torch
 
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.stores import needed_experts as wanted_module
-from h2o_flexgen.engine.stores.needed_experts import Wanted
+from h2o_flexgen.engine.stores import weights as wanted_module
+from h2o_flexgen.engine.stores.weights import Wanted
 from h2o_flexgen.models import create_model
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import by_lane, predicted_bytes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from h2o_flexgen.cli.processes.link import ProcessLink
+from h2o_flexgen.cli.process_link import ProcessLink
 
 
 def sleep(link: ProcessLink, place: object, part: object) -> int:
@@ -20,7 +20,7 @@ def sleep(link: ProcessLink, place: object, part: object) -> int:
 @contextmanager
 def sleeping() -> Iterator[None]:
     """A context in which processes do nothing else. They are not told their places, and so need not import torch."""
-    from h2o_flexgen.cli.processes import supervisor
+    from h2o_flexgen.cli import shared_work
 
-    with patch.object(supervisor, "compute", sleep), patch.object(supervisor, "ProcessPlace", lambda *given: None):
+    with patch.object(shared_work, "compute", sleep), patch.object(shared_work, "ProcessPlace", lambda *given: None):
         yield

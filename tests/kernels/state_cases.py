@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.short_convolution import short_convolution_twin
-from h2o_flexgen.kernels.states import gated_delta_twin, selective_scan_twin
+from h2o_flexgen.kernels.states import gated_delta_twin, selective_scan_twin, short_convolution_twin
 
 CPU = torch.device("cpu")
 LAST_BITS = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-6}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import INT8_PRODUCT, PRODUCT
-from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.factor import CountedRows, Factor
 from h2o_flexgen.kernels.matrix import Matrix, SteadyMatrix, counted_linear_of_each, linear_of_each
 from h2o_flexgen.kernels.operations import add_weighted, clamped_silu_of_each, gated_relu_squared_of_each, gated_silu_of_each
 from h2o_flexgen.kernels.recording import CallRecording, CannotBeRecorded, WorkingRoom

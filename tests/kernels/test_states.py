@@ -294,8 +294,7 @@ def test_tokens_on_trial_leave_a_state_as_it_was(variant: str, made: MadeCase, t
 def test_a_row_has_the_same_bits_with_any_number_of_threads(made: MadeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     case, found = made(5, 33), list[Tensor]()
     for threads in (1, 2, 7):
-        for file in ("states", "short_convolution"):
-            monkeypatch.setattr(f"h2o_flexgen.kernels.{file}.threads_for", lambda _, threads=threads: threads)
+        monkeypatch.setattr("h2o_flexgen.kernels.states.threads_for", lambda _, threads=threads: threads)
         own = case.again()
         found += own(), own.state
     assert all(torch.equal(each, found[place % 2]) for place, each in enumerate(found))

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaPageLocks, Device, open_device
-from h2o_flexgen.memory.host import HostTier, Meter, Pages
+from h2o_flexgen.memory.host import HostTier, Meter, Pages, shortage_of
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
 from h2o_flexgen.profiling import moving, profile_cache

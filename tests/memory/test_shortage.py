@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from h2o_flexgen.memory import shortage
-from h2o_flexgen.memory.shortage import FLOOR_BYTES, HostGuard, Shortage, shortage_of
+from h2o_flexgen.memory import host
+from h2o_flexgen.memory.host import FLOOR_BYTES, HostGuard, Shortage, shortage_of
 
 
 def raised_from(error: Exception, cause: Exception) -> Exception:
@@ -59,7 +59,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         world.looks += 1
         return world.left
 
-    monkeypatch.setattr(shortage, "available_bytes", left)
+    monkeypatch.setattr(host, "available_bytes", left)
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=world.held)))
     monkeypatch.setattr(time, "monotonic", lambda: world.now)
     return world
@@ -95,6 +95,6 @@ def test_a_block_is_not_stopped_while_memory_is_left_however_much_it_holds(world
 def test_looks_are_few(world: SimpleNamespace) -> None:
     guard = HostGuard()
     for _ in range(1000):
-        world.now += shortage.SECONDS_BETWEEN_LOOKS / 100
+        world.now += host.SECONDS_BETWEEN_LOOKS / 100
         guard.look()
     assert world.looks <= 11

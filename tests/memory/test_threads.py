@@ -14,7 +14,7 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.memory.shortage import Shortage, shortage_of
+from h2o_flexgen.memory.host import Shortage, shortage_of
 from h2o_flexgen.memory.threads import ADVICE, started_pool
 from tests.helpers.tiny import save_tiny
 

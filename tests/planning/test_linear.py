@@ -12,9 +12,9 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.linear_program import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.predict import sum_of_steps
 from h2o_flexgen.planning.pricing import Pricing

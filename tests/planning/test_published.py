@@ -11,8 +11,8 @@ import pytest
 
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.planning.footprint import MemoryLimits, left_to_system
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.memory_limits import MemoryLimits, left_to_system
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from h2o_flexgen.core.site import DEVICE, HOST
+from h2o_flexgen.planning.footprint import HOST_LEAST, HOST_MOST, left_to_system
 from h2o_flexgen.planning.machine import find_machine, known_machines
-from h2o_flexgen.planning.memory_limits import HOST_LEAST, HOST_MOST, left_to_system
 from h2o_flexgen.session.open_request import SiteRequest
 from h2o_flexgen.session.opened_model import system_share
 

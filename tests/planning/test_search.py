@@ -19,7 +19,7 @@ from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
 from h2o_flexgen.planning import search as search_module
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
 from h2o_flexgen.planning.search import (

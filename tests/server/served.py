@@ -21,13 +21,13 @@ from h2o_flexgen.jobs.file_job import LineReading
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.server.app import Hosts, Keys, make_app
-from h2o_flexgen.server.batches.batch_threads import BatchWork
-from h2o_flexgen.server.batches.routes import BatchRoutes
-from h2o_flexgen.server.batches.stored_files import data_folder
+from h2o_flexgen.server.batch_routes import BatchRoutes
+from h2o_flexgen.server.batch_threads import BatchWork
 from h2o_flexgen.server.counts import ServerCounts
 from h2o_flexgen.server.desk import Desk, Terms
 from h2o_flexgen.server.listening import Limits, ServerAddress, bound, listening, place_of
 from h2o_flexgen.server.service import Service
+from h2o_flexgen.server.stored_batches import data_folder
 from h2o_flexgen.text.dialogue import choose_style
 from tests.helpers.patience import PATIENCE_SECONDS
 

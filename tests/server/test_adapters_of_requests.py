@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from h2o_flexgen import batch
-from h2o_flexgen.jobs.model_names import ModelNames
+from h2o_flexgen.jobs.line_fields import ModelNames
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.checkpoints.test_adapters import matrices_of, save_adapter, values_in

@@ -22,9 +22,11 @@ from h2o_flexgen.jobs.output import Recording, Settings
 from h2o_flexgen.jobs.recovery import AppendFile, Finished
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.server.batches import batch_threads
-from h2o_flexgen.server.batches.batch_threads import BatchRun, BatchWork
-from h2o_flexgen.server.batches.stored_batches import (
+from h2o_flexgen.server import batch_threads
+from h2o_flexgen.server.batch_threads import BatchRun, BatchWork
+from h2o_flexgen.server.listening import Limits
+from h2o_flexgen.server.service import Service
+from h2o_flexgen.server.stored_batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
@@ -33,11 +35,11 @@ from h2o_flexgen.server.batches.stored_batches import (
     FINALIZING,
     IN_PROGRESS,
     Batches,
+    DataFolder,
     StoredBatch,
+    StoredFiles,
+    data_folder,
 )
-from h2o_flexgen.server.batches.stored_files import DataFolder, StoredFiles, data_folder
-from h2o_flexgen.server.listening import Limits
-from h2o_flexgen.server.service import Service
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.server.served import GEN_LEN, MODEL, PROMPT_LEN, SEED, Served, served
 from tests.server.test_desk import Asking, breaking

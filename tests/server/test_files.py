@@ -17,9 +17,9 @@ from openai import OpenAI
 from psutil import Process
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.server.batches import stored_batches, stored_files
-from h2o_flexgen.server.batches.stored_files import NewFile, StoredFiles, data_folder, write_document
+from h2o_flexgen.server import stored_batches
 from h2o_flexgen.server.listening import Limits
+from h2o_flexgen.server.stored_batches import NewFile, StoredFiles, data_folder, write_document
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.refusals import one_line
 from tests.server.served import Served, served
@@ -195,7 +195,7 @@ def test_a_file_whose_document_cannot_be_written_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(stored_files, "write_document", fail)
+        full.setattr(stored_batches, "write_document", fail)
         with pytest.raises(openai.InternalServerError):
             client.files.create(file=("x", b"x"), purpose="batch")
     assert [*(data / "files").iterdir()] == [] and not list(client.files.list())
@@ -207,7 +207,7 @@ def test_a_removal_that_fails_can_be_asked_for_again(client: OpenAI, monkeypatch
 
     file = client.files.create(file=("x", b"x"), purpose="batch")
     with monkeypatch.context() as full:
-        full.setattr(stored_files, "sync_folder", fail)
+        full.setattr(stored_batches, "sync_folder", fail)
         with pytest.raises(openai.InternalServerError):
             client.files.delete(file.id)
     assert client.files.retrieve(file.id) == file and client.files.delete(file.id).deleted
@@ -241,9 +241,9 @@ def test_looking_does_not_wait_for_the_disk(
         lambda: http.post("/v1/files", **FINE),
         lambda: http.post("/v1/batches", json=wish),
     ]
-    for module, ask in zip((stored_files, stored_batches), asks):
+    for ask in asks:
         with monkeypatch.context() as held, ThreadPoolExecutor(1) as other:
-            held.setattr(module, "write_document", slow)
+            held.setattr(stored_batches, "write_document", slow)
             answer = other.submit(ask)
             try:
                 assert is_writing.wait(PATIENCE_SECONDS)

@@ -12,8 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import BaseModel, TypeAdapter
 
-from h2o_flexgen.jobs.line_fields import Options
-from h2o_flexgen.jobs.model_names import ModelNames
+from h2o_flexgen.jobs.line_fields import ModelNames, Options
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion

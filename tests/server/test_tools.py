@@ -12,8 +12,7 @@ from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from h2o_flexgen.jobs.line_fields import Options
-from h2o_flexgen.jobs.model_names import ModelNames
+from h2o_flexgen.jobs.line_fields import ModelNames, Options
 from h2o_flexgen.jobs.openai_answers import Answers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import AnswerMessage, Completion

@@ -20,7 +20,7 @@ from h2o_flexgen.formats.kernel_table import Processor
 from h2o_flexgen.formats.table import PLAIN, chosen_format, matrix_format
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.memory_limits import MemoryLimits
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.placement import layers_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction

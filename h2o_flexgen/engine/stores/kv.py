@@ -39,8 +39,7 @@ from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
-from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.kv_rooms import KVRooms
+from h2o_flexgen.planning.block_plan import BlockPlan, KVRooms
 from h2o_flexgen.policies.recall import ALL
 from h2o_flexgen.schedule.ops import Data, Task
 

@@ -25,9 +25,8 @@ from torch import Tensor
 from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.prefix_groups import SharedPrefix, bytes_of
 from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
-from h2o_flexgen.engine.stores.prefix_files import Gone, PrefixFiles
+from h2o_flexgen.engine.stores.prefix_files import Gone, PartInMemory, PrefixFiles, StoredPrefix
 from h2o_flexgen.engine.stores.states_of_visits import States, states_over
-from h2o_flexgen.engine.stores.stored_prefix import PartInMemory, StoredPrefix
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import Judge
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer

@@ -20,8 +20,7 @@ from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.states_of_visits import States, states_over
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
-from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.kv_rooms import StateRooms
+from h2o_flexgen.planning.block_plan import BlockPlan, StateRooms
 from h2o_flexgen.planning.placement import Place
 from h2o_flexgen.schedule.ops import Data, Task, Visit
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import Tiled, groups_of
 from h2o_flexgen.formats.table import Stored
-from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.gpu.stored_product import Sizes, multiply_rows
 from h2o_flexgen.kernels.gpu.stored_values import parts_of

@@ -1,10 +1,10 @@
 """Attention of one new token per row over the slots it holds, and what each slot got, for GPUs.
 
 A program attends a chunk of the slots of one KV head of one row, and reads keys and values once; chunks behind what the row
-holds do nothing. A second pass puts the chunks together (softmax.py) and gathers what slots got, if it is needed. Chunks have
-one size, so a row's outcome depends on nothing but the row. Scores are in float32, and so are the shares of a head with one
-query; where a group of queries shares a head, tensor cores multiply shares that were rounded to the queries' type, as torch
-does.
+holds do nothing. A second pass puts the chunks together (attention_parts.py) and gathers what slots got, if it is needed.
+Chunks have one size, so a row's outcome depends on nothing but the row. Scores are in float32, and so are the shares of a head
+with one query; where a group of queries shares a head, tensor cores multiply shares that were rounded to the queries' type, as
+torch does.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, named, values_of_slots
-from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
-from h2o_flexgen.kernels.gpu.softmax import (
+from h2o_flexgen.kernels.gpu.attention_parts import (
     TOGETHER,
+    SlotPlaces,
+    column_numbers,
     exponential_of,
     gathered,
     highest,
+    named,
     parts_of_left,
     scores_of,
     softmax_of_chunks,
     values_left,
     values_of_chunks,
+    values_of_slots,
 )
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.more_keys import More
 
 CHUNK = 256  # slots of a program

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, parts
+from h2o_flexgen.kernels.gpu.attention_parts import highest
 from h2o_flexgen.kernels.gpu.codes import as_words, in_words, widest_word
 from h2o_flexgen.kernels.gpu.launching import ALIGNED, InWords, Launch, Seen, kept_by_shape, launcher, seen
-from h2o_flexgen.kernels.gpu.softmax import highest
 from h2o_flexgen.kernels.raw_memory import begins_behind
 
 # -- evict -----------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from h2o_flexgen.kernels.gpu.int8_product import int8_product
 from h2o_flexgen.kernels.gpu.norms import gated_norm, rms_norm
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
-from h2o_flexgen.kernels.gpu.short_convolution import short_convolution
-from h2o_flexgen.kernels.gpu.states import gated_delta, selective_scan
+from h2o_flexgen.kernels.gpu.states import gated_delta, selective_scan, short_convolution
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.gpu.stored_values import stored_decode
 from h2o_flexgen.kernels.gpu.tile_product import tile_product, tile_products

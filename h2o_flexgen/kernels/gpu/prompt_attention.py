@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
+from h2o_flexgen.kernels.gpu.attention_parts import capped, highest, highest_of_rows
 from h2o_flexgen.kernels.gpu.launching import launcher
-from h2o_flexgen.kernels.gpu.softmax import capped, highest, highest_of_rows
 from h2o_flexgen.kernels.more_keys import More
 
 LEAST_DIM = 16  # that products of blocks take

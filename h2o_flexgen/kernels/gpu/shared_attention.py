@@ -1,8 +1,8 @@
 """Attention of many queries over one text that they share, and what it weighs beside other keys, for GPUs.
 
-A program attends a chunk of the text with some queries of one KV head; a second pass puts the chunks together (softmax.py). It
-differs from the twin in the last bits, and where queries have 16 bits, shares and decoded values are rounded to these before
-tensor cores multiply them. Queries go in pieces, so that what is left between the passes stays small.
+A program attends a chunk of the text with some queries of one KV head; a second pass puts the chunks together
+(attention_parts.py). It differs from the twin in the last bits, and where queries have 16 bits, shares and decoded values are
+rounded to these before tensor cores multiply them. Queries go in pieces, so that what is left between the passes stays small.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from torch import Tensor
 
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, SCORED_BYTES
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.gpu.kept_slots import SlotPlaces, column_numbers, named, values_of_slots
-from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
-from h2o_flexgen.kernels.gpu.softmax import (
+from h2o_flexgen.kernels.gpu.attention_parts import (
     TOGETHER,
+    SlotPlaces,
+    column_numbers,
     gathered,
+    named,
     parts_of_left,
     scores_of,
     softmax_of_chunks,
     values_left,
     values_of_chunks,
+    values_of_slots,
 )
+from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.more_keys import More
 
 CHUNK = 512  # tokens of a program

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from h2o_flexgen.kernels.gpu.softmax import capped
+from h2o_flexgen.kernels.gpu.attention_parts import capped
 from tests.kernels import test_cap
 
 CAPS = None, 0.02, 2.0  # of attention whose scores are about 1

@@ -15,8 +15,7 @@ from h2o_flexgen.formats.grouped import Tiled
 from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TRITON, Processor
 from h2o_flexgen.formats.table import FORMATS, Stored
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.gpu.counted_experts import (
     add_counted,
     counted_stored_products,

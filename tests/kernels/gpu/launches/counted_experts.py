@@ -7,8 +7,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import TILE, Tiled
 from h2o_flexgen.formats.table import FORMATS
-from h2o_flexgen.kernels.counted_rows import CountedRows
-from h2o_flexgen.kernels.factor import Factor, Meeting
+from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.gpu.counted_experts import (
     add_counted,
     counted_stored_products,

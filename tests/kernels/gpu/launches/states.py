@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.gpu.norms import gated_norm
-from h2o_flexgen.kernels.gpu.short_convolution import short_convolution
-from h2o_flexgen.kernels.gpu.states import gated_delta, selective_scan
+from h2o_flexgen.kernels.gpu.states import gated_delta, selective_scan, short_convolution
 from tests.kernels.gpu.launch import Launch
 
 ROWS = 4

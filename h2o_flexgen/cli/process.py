@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.processes.link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
+from h2o_flexgen.cli.process_link import BytesTaken, Failed, Loaded, Noted, PartDone, Passing, ProcessLink
 from h2o_flexgen.engine.restarted_run import RestartedRun, Shrink
 from h2o_flexgen.jobs.file_job import LineReading, SentJob
 from h2o_flexgen.llm import LLM

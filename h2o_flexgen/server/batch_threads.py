@@ -1,6 +1,8 @@
-"""The work on batches: they are checked when they are made, and run one after another, the oldest first. A bounded number of a
+"""The work on batches, which are files of requests that clients leave with a server. It computes them when no client waits, and
+keeps the results. They are checked when they are made, and run one after another, the oldest first. A bounded number of a
 batch's requests wait in the background, and the record of each is written when it is over. Whatever ends the work, the next
-server goes on with the records that are there."""
+server goes on with the records that are there.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,31 @@ from h2o_flexgen.jobs.output import JobOutput, Recording, Settings
 from h2o_flexgen.jobs.recovery import Finished, OutputReader, is_of_a_crash
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import one_params
-from h2o_flexgen.server.batches.stored_batches import (
+from h2o_flexgen.server.body_fields import read_line_body, read_line_inputs
+from h2o_flexgen.server.desk import Prepared, RequestListener
+from h2o_flexgen.server.problems import COMPUTATION_FAILED, ENDING, TOO_LONG, ApiProblem
+from h2o_flexgen.server.service import Service
+from h2o_flexgen.server.stored_batches import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
     FAILED,
     FINALIZING,
     IN_PROGRESS,
+    KIND_OF_BATCH,
+    KIND_OF_FILE,
+    OF_OUTPUT,
     UNDER_WAY,
     VALIDATING,
     Batches,
     BatchOutcome,
+    DataFolder,
+    NewFile,
     Rests,
     StoredBatch,
+    StoredFiles,
     failing,
 )
-from h2o_flexgen.server.batches.stored_batches import KIND as KIND_OF_BATCH
-from h2o_flexgen.server.batches.stored_files import KIND, OF_OUTPUT, DataFolder, NewFile, StoredFiles
-from h2o_flexgen.server.body_fields import read_line_body, read_line_inputs
-from h2o_flexgen.server.desk import Prepared, RequestListener
-from h2o_flexgen.server.problems import COMPUTATION_FAILED, ENDING, TOO_LONG, ApiProblem
-from h2o_flexgen.server.service import Service
 
 ROWS_PER_SEAT = 2  # of completions that are under way, so that a seat that gets free is taken at once
 MOST_TRIES = 2  # of a request that is lost with a block
@@ -394,7 +400,7 @@ class BatchWork:
         if status == COMPLETED:
             now = self.batches.change(batch.id, lambda one: one.now(FINALIZING), (IN_PROGRESS,))
             status = CANCELLED if now.status == CANCELLING else COMPLETED
-        records, own = self.batches.records(batch.id), f"{KIND}{batch.id.removeprefix(KIND_OF_BATCH)}"
+        records, own = self.batches.records(batch.id), f"{KIND_OF_FILE}{batch.id.removeprefix(KIND_OF_BATCH)}"
         with self.files.new(f"{own}-output") as answers, self.files.new(f"{own}-error") as refusals:
             fine, failed = self._split(records, answers, refusals, skips_damaged=status == FAILED)
             if status == COMPLETED and fine + failed < batch.total:
