@@ -45,6 +45,10 @@ from h2o_flexgen.profiling.bench import (
 
 FIRST = 0  # the round that finds the sizes
 SLOW = 0.04  # the share of the whole time above which a measurement is not repeated
+SHARE_OF_MEMORY = 2  # at most half of the free memory is used
+SHARE_OF_DEVICE = 4  # a device's allocator also keeps what was freed, up to three times as much
+SHARE_TO_FILL = 0.1  # of the time, for the memory that is measured with
+UNSTEADY = 1.5  # times that figures of a round may be better than those of another, before the machine counts as disturbed
 Mark = tuple[int, str]  # the round, and the title of the subject
 
 
@@ -228,12 +232,6 @@ class Rounds:
 def missing(subjects: Sequence[Subject], figures: Mapping[str, float]) -> list[str]:
     """The figures of points for which there was no time."""
     return [subject.figure for subject in subjects if subject.figure and subject.figure not in figures]
-
-
-SHARE_OF_MEMORY = 2  # at most half of the free memory is used
-SHARE_OF_DEVICE = 4  # a device's allocator also keeps what was freed, up to three times as much
-SHARE_TO_FILL = 0.1  # of the time, for the memory that is measured with
-UNSTEADY = 1.5  # times that figures of a round may be better than those of another, before the machine counts as disturbed
 
 
 def profile(
