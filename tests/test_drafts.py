@@ -35,7 +35,7 @@ from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kv.guesses import Change, Guesses
 from h2o_flexgen.kv.layer_cache import LayerCache
-from h2o_flexgen.models.row_states import Passing
+from h2o_flexgen.models.new_tokens import Passing
 from h2o_flexgen.planning.footprint import LOOKED_UP_BYTES
 from h2o_flexgen.planning.plan import BFLOAT16, Plan
 from h2o_flexgen.sampling.completion import Completion

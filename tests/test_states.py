@@ -25,7 +25,7 @@ from h2o_flexgen.engine.stores.states_of_visits import EchoedStates, StatesInPas
 from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model
-from h2o_flexgen.models.row_states import RowStates
+from h2o_flexgen.models.new_tokens import RowStates
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans, StateRooms
 from h2o_flexgen.planning.plan import BFLOAT16, STATE_DTYPES, Plan
 from h2o_flexgen.planning.pricing import Pricing

@@ -25,9 +25,9 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     WEIGHTS_SCALE,
     WINDOW,
 )
+from h2o_flexgen.models.config_values import SLIDING
 from h2o_flexgen.models.deepseek import RANK, WIDTHS
 from h2o_flexgen.models.qwen_next import FULL, INTERVAL
-from h2o_flexgen.models.windows import SLIDING
 
 NO_VOCABULARY = "none"
 WIDTH, VALUE_WIDTH = "attention.key_length", "attention.value_length"

@@ -18,8 +18,7 @@ from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.base import Given, Model, computed
-from h2o_flexgen.models.new_tokens import Attend, NewTokens
-from h2o_flexgen.models.row_states import RowStates
+from h2o_flexgen.models.new_tokens import Attend, NewTokens, RowStates
 from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.schedule.ops import Visit

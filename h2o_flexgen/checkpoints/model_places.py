@@ -1,5 +1,6 @@
 """Places of models: a local folder or GGUF file itself, one that travels with the package, one that a script fetches into the
-user's cache, and a name on the hub in the hub's own cache; and the files that were made for them.
+user's cache, and a name on the hub in the hub's own cache; the files that were made for them, and the places of adapters.
+Nothing here imports torch.
 
     LLM("demo").generate(["It was a dark night, and"])
 """
@@ -10,13 +11,15 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from socket import gaierror
 
 from h2o_flexgen.checkpoints.gguf_format import SUFFIX, first_part, has_magic, is_gguf
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH
+from h2o_flexgen.core.allowed_values import decimal_number
 from h2o_flexgen.core.environment import cache_folder
-from h2o_flexgen.core.hints import did_you_mean
+from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.interrupted import contexts
 
 DEMO = "demo"
@@ -272,3 +275,33 @@ def cached_folder(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except Exception:  # as above: there is none, or the cache cannot be read
         return None
+
+
+# -- adapters, which lie in folders or GGUF files ----------------------------------------------------------------------
+
+
+def divided(given: str) -> tuple[Path, float]:
+    """The place and the weight of what is given as PATH or as PATH=WEIGHT."""
+    path, _, weight = given.rpartition("=")
+    if not path or local(given).exists():
+        return local(given), 1.0
+    try:
+        found = decimal_number(weight)
+    except ValueError:
+        found = float("nan")
+    if not isfinite(found):
+        raise ValueError(f"adapter {shown(given)} has the weight {shown(weight)}; give PATH, or PATH=WEIGHT with a number")
+    return local(path), found
+
+
+def local(path: str | Path) -> Path:
+    return Path(os.path.expanduser(path))  # Path's own raises for an unknown user
+
+
+def refuse_missing_adapters(places: Iterable[Path]) -> None:
+    """Refuses a place where nothing is, and a file that cannot be an adapter."""
+    for place in places:
+        if not place.exists():
+            raise ValueError(f"adapter {place} does not exist; give the folder that PEFT has saved, or a GGUF file")
+        if place.is_file() and not is_gguf(place):
+            raise ValueError(f"adapter {place} is a file; {what_instead(place)}")

@@ -53,8 +53,7 @@ from h2o_flexgen.memory.host import HostGuard, Shortage, give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.threads import TakingTurns, refuse_forked
 from h2o_flexgen.models import base
-from h2o_flexgen.models.new_tokens import Attend
-from h2o_flexgen.models.row_states import RowStates
+from h2o_flexgen.models.new_tokens import Attend, RowStates
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_layers, place_weights
 from h2o_flexgen.planning.plan import OFF, Plan

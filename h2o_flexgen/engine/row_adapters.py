@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.adapters import NOT_FOR_ROWS, Adapter, LowRank
-from h2o_flexgen.checkpoints.gguf_adapters import adapter_for
+from h2o_flexgen.checkpoints.adapters import NOT_FOR_ROWS, Adapter, LowRank, adapter_for
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
 from h2o_flexgen.core.buffer_layout import aligned
 from h2o_flexgen.core.hints import did_you_mean, shown

@@ -19,8 +19,7 @@ from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import AdaptedMatrix
 from h2o_flexgen.models.config_values import Bounds, Config
-from h2o_flexgen.models.new_tokens import Attend, NewTokens
-from h2o_flexgen.models.row_states import RowStates
+from h2o_flexgen.models.new_tokens import Attend, NewTokens, RowStates
 from h2o_flexgen.models.whole_configs import Usual
 
 

@@ -18,10 +18,9 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
     weights,
 )
-from h2o_flexgen.models.config_values import FACTOR, Bounds, Config
+from h2o_flexgen.models.config_values import FACTOR, SLIDING, Bounds, Config, kinds_in, windows_by_kind
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, Decoder, Traits
 from h2o_flexgen.models.norms import LAYER_UNBIASED, ONE_BEFORE
-from h2o_flexgen.models.windows import SLIDING, kinds_in, windows_by_kind
 
 
 class Cohere(Decoder):

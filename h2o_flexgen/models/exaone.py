@@ -12,10 +12,9 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     GgufArchitecture,
     weights,
 )
-from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.config_values import FULL, SLIDING, Config, kinds_in, windows_by_kind
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, Decoder, Traits
 from h2o_flexgen.models.norms import BEHIND
-from h2o_flexgen.models.windows import FULL, SLIDING, kinds_in, windows_by_kind
 
 
 class Exaone4(Decoder):

@@ -32,14 +32,24 @@ from h2o_flexgen.kernels.operations import add_scaled, rms_norm
 from h2o_flexgen.kernels.routing import RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.config_values import HEADS, MOST_EXPERTS, SOFTCAP, Bounds, Config, Whole
+from h2o_flexgen.models.config_values import (
+    FULL,
+    HEADS,
+    MOST_EXPERTS,
+    SLIDING,
+    SOFTCAP,
+    Bounds,
+    Config,
+    Whole,
+    kinds_in,
+    windows_by_kind,
+)
 from h2o_flexgen.models.gemma import ACTIVATION, AROUND, Gemma
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import NearRotated, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts, Routed
 from h2o_flexgen.models.norms import RMS_WIDE
 from h2o_flexgen.models.whole_configs import Usual
-from h2o_flexgen.models.windows import FULL, SLIDING, kinds_in, windows_by_kind
 
 VALUES, SCALAR = "self_attn.v_proj", "layer_scalar"
 UNSUPPORTED = {

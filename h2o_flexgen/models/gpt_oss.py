@@ -25,11 +25,10 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 from h2o_flexgen.kernels.operations import Counts, clamped_silu_of_each, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.config_values import FACTOR, Bounds, Config, Number
+from h2o_flexgen.models.config_values import FACTOR, FULL, SLIDING, Bounds, Config, Number, windows_by_kind
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import SINKS, Traits
 from h2o_flexgen.models.mixture import ExpertGroup, Mixture, MixtureOfExperts
-from h2o_flexgen.models.windows import FULL, SLIDING, windows_by_kind
 
 ROUTER = "mlp.router"
 ROUTER_IN_FILES = {"ffn_gate_inp": ROUTER}

@@ -20,13 +20,12 @@ from h2o_flexgen.core.model_spec import KVHeads, LayerSpec, ModelSpec, PromptHea
 from h2o_flexgen.kernels.operations import add_scaled, halves_apart
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, InHalves, Weights
-from h2o_flexgen.models.config_values import Config, labels_of
+from h2o_flexgen.models.config_values import FULL, SLIDING, Config, Windows, labels_of
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.norms import BEFORE, RMS, NormKind, NormPlaces
 from h2o_flexgen.models.rotary import Rope, Rotary
 from h2o_flexgen.models.whole_configs import LLAMA
-from h2o_flexgen.models.windows import FULL, SLIDING, Windows
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,12 @@ from h2o_flexgen.kernels.operations import add_weighted
 from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule
 from h2o_flexgen.models import tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.config_values import BLOCKS, POSITIONS, Bounds, Config, Number, Whole
+from h2o_flexgen.models.config_values import BLOCKS, FULL, POSITIONS, Bounds, Config, Number, Whole
 from h2o_flexgen.models.layout import Origin
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, Traits
 from h2o_flexgen.models.mixture import MOST_TOGETHER, SHARED, ExpertGroup, Mixture, MixtureOfExperts
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import LongerQueries, Rope, Rotary
-from h2o_flexgen.models.windows import FULL
 
 CHUNKED = "chunked_attention"
 CHUNK, LONGER = 8192, 0.1  # of published models, of which files say no more

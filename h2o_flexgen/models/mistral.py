@@ -11,13 +11,12 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import LOG_MULTIPLIER, OF_LLAMA, OF_MIXTURES, TEMPERATURE
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.config_values import Config, same_windows, windows_by_kind
 from h2o_flexgen.models.llama import Decoder, Llama, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.rotary import QUERY_SHARE, Rotary
 from h2o_flexgen.models.whole_configs import COUNT, LEFT, MISTRAL, NUMBERS, Usual
-from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 PATTERNS_OF_MIXTRAL: Mapping[str, str] = {
     r"\.block_sparse_moe\.gate\.": ".mlp.gate.",

@@ -1,11 +1,13 @@
-"""What a layer that attends hands over of its new tokens. How many keys are kept, and at which positions they stand, is the
-business of the function that attends.
+"""What a layer hands over of its new tokens: to the function that attends, or to the states of rows.
+
+How many keys are kept, and at which positions they stand, is the business of that function. How a state is kept, and whether
+tokens stay in it, is the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.operations import take_rows
+from h2o_flexgen.kernels.operations import gated_delta, selective_scan, short_convolution, take_rows
 
 
 class Rotation(Protocol):
@@ -105,3 +107,58 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 def picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
     """The groups of some KV heads of (rows, tokens, heads, ...)."""
     return take_rows(by_kv_head(x, kv_heads), heads, axis=2).flatten(2, 3)
+
+
+# -- the states of rows --------------------------------------------------------------------------------------------------
+
+# what tokens bring, each (rows, tokens, ...); the state; how many tokens of each row are real; whether it stays as it was
+Passing = Callable[[Sequence[Tensor], Tensor, "Tensor | None", bool], Tensor]
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """The states of rows in a layer, as an architecture passes tokens through them: it names a state and says what
+    they bring."""
+
+    by_name: Mapping[str, Tensor] = field(default_factory=dict)  # they are changed in place
+    lengths: Tensor | None = None  # (rows,): tokens of each row that are no pads; None: all
+
+    def convolve(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, is_activated: bool = True) -> Tensor:
+        def passing(brought: Sequence[Tensor], state: Tensor, lengths: Tensor | None, is_trial: bool) -> Tensor:
+            return short_convolution(brought[0], weight, bias, state, lengths, is_activated, is_trial)
+
+        return self.passed(name, (x,), passing)
+
+    def correct(
+        self, name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, is_tiled: bool = False
+    ) -> Tensor:
+        """What the gated delta rule makes of tokens. Each value of a key may have a decay."""
+
+        def passing(brought: Sequence[Tensor], state: Tensor, lengths: Tensor | None, is_trial: bool) -> Tensor:
+            q, k, v, decay, beta = brought
+            return gated_delta(q, k, v, decay, beta, state, lengths, is_tiled, is_trial)
+
+        return self.passed(name, (q, k, v, decay, beta), passing)
+
+    def scan(
+        self,
+        name: str,
+        x: Tensor,
+        steps: Tensor,
+        rates: Tensor,
+        b: Tensor,
+        c: Tensor,
+        skip: Tensor | None,
+        are_logs: bool = False,
+    ) -> Tensor:
+        """What the scan of Mamba-2 makes of tokens."""
+
+        def passing(brought: Sequence[Tensor], state: Tensor, lengths: Tensor | None, is_trial: bool) -> Tensor:
+            x, steps, b, c = brought
+            return selective_scan(x, steps, rates, b, c, skip, state, lengths, are_logs, is_trial)
+
+        return self.passed(name, (x, steps, b, c), passing)
+
+    def passed(self, name: str, brought: Sequence[Tensor], passing: Passing) -> Tensor:
+        """What tokens make of a state, and find there."""
+        return passing(brought, self.by_name[name], self.lengths, False)

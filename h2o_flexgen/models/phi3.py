@@ -13,11 +13,10 @@ from h2o_flexgen.checkpoints.stored_architecture import NORMS, ROTATED, GgufArch
 from h2o_flexgen.core.model_spec import LayerSpec, share_of
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.config_values import Config
+from h2o_flexgen.models.config_values import Config, same_windows
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
 from h2o_flexgen.models.rotary import DEFAULT, LONGROPE, ORIGINAL_LENGTH
-from h2o_flexgen.models.windows import same_windows
 
 QKV = "self_attn.qkv_proj"
 APART = tuple(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))

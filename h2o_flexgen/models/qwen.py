@@ -27,7 +27,7 @@ from h2o_flexgen.kernels.operations import add_weighted, route
 from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, Chosen, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole
+from h2o_flexgen.models.config_values import BLOCKS, Bounds, Config, Whole, same_windows, windows_by_kind
 from h2o_flexgen.models.layout import Parameters
 from h2o_flexgen.models.llama import Decoder, MlpNames, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
@@ -42,7 +42,6 @@ from h2o_flexgen.models.whole_configs import (
     SEVERAL,
     Usual,
 )
-from h2o_flexgen.models.windows import same_windows, windows_by_kind
 
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 KEYS_OF_EXPERTS: Mapping[str, Said] = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from h2o_flexgen.checkpoints.stored_architecture import OF_LLAMA
-from h2o_flexgen.models.config_values import Config, refuse_short
+from h2o_flexgen.models.config_values import Config, refuse_short, windows_by_kind
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, Decoder, Llama, Traits
-from h2o_flexgen.models.windows import windows_by_kind
 
 EVERY = 4  # each last one of so many blocks rotates nothing, in all GGUF files
 

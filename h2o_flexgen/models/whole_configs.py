@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.labels import KIND as LABELS
-from h2o_flexgen.models.config_values import SHARED_BOUNDS, Bounds, check_config
-from h2o_flexgen.models.windows import FULL, SLIDING
+from h2o_flexgen.models.config_values import FULL, SHARED_BOUNDS, SLIDING, Bounds, check_config
 
 ROPES = "rope_parameters", "rope_scaling"
 OWN_SWITCH = "use_sliding_window"  # of windows, which most architectures do not read

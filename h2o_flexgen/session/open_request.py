@@ -9,9 +9,16 @@ from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 
-from h2o_flexgen.checkpoints.adapter_places import divided, local, refuse_missing_adapters
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
-from h2o_flexgen.checkpoints.model_places import FOLDER, file_beside, local_place, surely_beside
+from h2o_flexgen.checkpoints.model_places import (
+    FOLDER,
+    divided,
+    file_beside,
+    local,
+    local_place,
+    refuse_missing_adapters,
+    surely_beside,
+)
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
 from h2o_flexgen.core.environment import Threads, cache_folder, cores, default_offload_folder
 from h2o_flexgen.core.hints import refuse_unknown, shown

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from h2o_flexgen.checkpoints.adapters import NO_ADAPTERS, Adapters
+from h2o_flexgen.checkpoints.adapters import NO_ADAPTERS, Adapters, merged_adapters
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from h2o_flexgen.checkpoints.derived import Damaged, fingerprint
 from h2o_flexgen.checkpoints.dummy import DummySource, random_format
-from h2o_flexgen.checkpoints.gguf_adapters import merged_adapters
 from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
 from h2o_flexgen.checkpoints.model_places import local_place, resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint

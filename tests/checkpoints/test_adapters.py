@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.adapters import CONFIG, WEIGHTS
-from h2o_flexgen.checkpoints.gguf_adapters import merged_adapters
+from h2o_flexgen.checkpoints.adapters import CONFIG, WEIGHTS, merged_adapters
 from h2o_flexgen.core.environment import cache_folder
 from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.llm import LLM

@@ -28,8 +28,7 @@ from h2o_flexgen.kv.key_index import KeyIndex
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits, nothing_to_attend
-from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.models.row_states import RowStates
+from h2o_flexgen.models.new_tokens import NewTokens, RowStates
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.levels import Level, levels_of

@@ -18,7 +18,7 @@ from h2o_flexgen.kernels.operations import rotate
 from h2o_flexgen.kv import judges
 from h2o_flexgen.kv.judges import Written
 from h2o_flexgen.models import create_model
-from h2o_flexgen.models.alibi import MOST_POSITIONS, ROOM, Alibi, Distances, slopes_of
+from h2o_flexgen.models.bloom import MOST_POSITIONS, ROOM, Alibi, Distances, slopes_of
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import Plan
 from tests.helpers.refusals import one_line

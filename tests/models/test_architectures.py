@@ -25,8 +25,8 @@ from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.llama import Decoder
 from h2o_flexgen.models.mixture import MixtureOfExperts
+from h2o_flexgen.models.new_tokens import RowStates
 from h2o_flexgen.models.rotary import Rope
-from h2o_flexgen.models.row_states import RowStates
 from tests.helpers.resident import resident_generate, weights_by_layer
 from tests.helpers.samples import every_nth
 from tests.helpers.tiny import (

@@ -50,7 +50,7 @@ from h2o_flexgen.memory.pack import Layout, Pack, PackEntry
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
-from h2o_flexgen.models.row_states import RowStates
+from h2o_flexgen.models.new_tokens import RowStates
 from h2o_flexgen.planning.footprint import Footprint, MemoryLimits, views_and_pieces
 from h2o_flexgen.planning.placement import HeldKV, place_weights
 from h2o_flexgen.planning.plan import DRAFTS, OFF, PINNED, PREFIX_POLICIES, STATE_DTYPES, Plan

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import StateLayout
 from h2o_flexgen.kv.step import EchoPart, KVStep
-from h2o_flexgen.models.row_states import Passing, RowStates
+from h2o_flexgen.models.new_tokens import Passing, RowStates
 
 States = Mapping[str, Tensor]  # of a layer, by their names: (rows, ...)
 
