@@ -40,7 +40,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece, huge_pages
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.text.measured_texts import Text
+from h2o_flexgen.text.given_texts import Text
 
 FIRST, RECENT = 4, 16  # tokens that every step attends
 CHOSEN = "chosen_tokens"  # its name among transformers' kinds of attention

@@ -55,7 +55,7 @@ from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.open_request import head_budgets_of, probe_of
-from h2o_flexgen.text.given_prompts import made_up_prompts
+from h2o_flexgen.text.given_texts import made_up_prompts
 
 FULL = 1.0
 AIM = 3.0  # times the tokens per second at 20 %

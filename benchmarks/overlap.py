@@ -38,7 +38,7 @@ from h2o_flexgen.profiling.measure import Needs, describe_machine, measure
 from h2o_flexgen.profiling.profile_cache import profiled
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule import SCHEDULES
-from h2o_flexgen.text.given_prompts import made_up_prompts
+from h2o_flexgen.text.given_texts import made_up_prompts
 
 MEASURING = {"repetitions": 3, "seconds": 0.7}
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
     from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
-    from h2o_flexgen.sampling.lora_request import LoRARequest
-    from h2o_flexgen.sampling.params import SamplingParams
+    from h2o_flexgen.sampling.params import LoRARequest, SamplingParams
     from h2o_flexgen.sampling.pooling import Classification, Embedding, Ranked
     from h2o_flexgen.sampling.structured_outputs import StructuredOutputsParams
 

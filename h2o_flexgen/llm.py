@@ -50,8 +50,7 @@ from h2o_flexgen.planning.workload_plan import (
 )
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.foreign_options import ARGUMENTS, OF_CONSTRUCTORS, OwnOptions, dtype_called
-from h2o_flexgen.sampling.lora_request import Adapted, LoRARequest, adapters_of_prompts, params_with_adapters
-from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.params import Adapted, LoRARequest, SamplingParams, adapters_of_prompts, params_with_adapters
 from h2o_flexgen.sampling.pooling import (
     CLASSIFYING,
     INSTEAD,

@@ -23,7 +23,7 @@ from demo_training.tokenizer import START, learn_tokenizer
 from demo_training.warm_start import warm_start
 from safetensors.torch import load_file
 
-from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS, Recall
+from h2o_flexgen.evaluation.tasks.recall import RECALL_TASKS, Recall
 
 VOCAB = 4096
 HELD_OUT_CHARACTERS = 9000  # characters held out of every book

@@ -33,8 +33,8 @@ from h2o_flexgen.engine.stores.states_of_visits import Replays, StatesOfSteps, s
 from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.kernels import native
-from h2o_flexgen.kv.guesses import Change, Guesses
 from h2o_flexgen.kv.layer_cache import LayerCache
+from h2o_flexgen.kv.slots import Change, Guesses
 from h2o_flexgen.models.new_tokens import Passing
 from h2o_flexgen.planning.footprint import LOOKED_UP_BYTES
 from h2o_flexgen.planning.plan import BFLOAT16, Plan

@@ -46,7 +46,7 @@ def test_no_docstring_begins_as_a_fragment() -> None:
     assert [f"{place}: {text}" for place, text in found if FRAGMENT.match(text)] == []
 
 
-PROSE_OF_PEOPLE = ("text/given_prompts.py", "apps/data_wrangling/data_sets.py")  # made-up prompts, and questions of a benchmark
+PROSE_OF_PEOPLE = ("text/given_texts.py", "apps/data_wrangling/data_sets.py")  # made-up prompts, and questions of a benchmark
 
 
 def comments(file: Path) -> Iterator[tuple[str, str]]:

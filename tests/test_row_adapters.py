@@ -39,8 +39,7 @@ from h2o_flexgen.planning.placement import device_of_layers, layers_of, only_lay
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion
-from h2o_flexgen.sampling.lora_request import LoRARequest
-from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.params import LoRARequest, SamplingParams
 from h2o_flexgen.session.opened_model import OpenedModel
 from h2o_flexgen.text.prompts import Prompt
 from tests.checkpoints.test_adapters import RANK, changed, matrices_of, save_adapter, values_in, with_tensors

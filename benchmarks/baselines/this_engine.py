@@ -26,7 +26,7 @@ from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.workload_plan import DoesNotFit, largest
 from h2o_flexgen.schedule.ops import LOAD, Op, Task
-from h2o_flexgen.text.given_prompts import made_up_prompts
+from h2o_flexgen.text.given_texts import made_up_prompts
 
 MOST_ROWS = 4096
 ROWS_AT_ONCE = 256  # of a batch, where the options do not say

@@ -16,8 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from h2o_flexgen.calibration.kept_reading import KeptReading, Pace
-from h2o_flexgen.calibration.text_reading import OnLayer, ReadModel, ReadSoFar, TextReading, looked_up, reading_of, turned
+from h2o_flexgen.calibration.text_reading import (
+    KeptReading,
+    OnLayer,
+    Pace,
+    ReadModel,
+    ReadSoFar,
+    TextReading,
+    looked_up,
+    reading_of,
+    turned,
+)
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, HOST

@@ -18,7 +18,7 @@ from h2o_flexgen.core.allowed_values import Bounds
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.policies.head_budgets import FILE, OWN
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
-from h2o_flexgen.text.measured_texts import USUAL_TEXTS, USUAL_TOKENS, Text
+from h2o_flexgen.text.given_texts import USUAL_TEXTS, USUAL_TOKENS, Text
 
 PROGRAM = "python -m h2o_flexgen.calibrate"
 MOST_TEXTS = 1000

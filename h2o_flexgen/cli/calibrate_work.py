@@ -27,7 +27,7 @@ from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets, write_head_bu
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
 from h2o_flexgen.session.measured_heads import kept_reading
 from h2o_flexgen.session.open_request import ModelRequest
-from h2o_flexgen.text.measured_texts import described, windows
+from h2o_flexgen.text.given_texts import described, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

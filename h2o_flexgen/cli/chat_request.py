@@ -16,11 +16,10 @@ from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.busy_cores import Others
-from h2o_flexgen.sampling.lora_request import LoRARequest
-from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.params import LoRARequest, SamplingParams
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
-from h2o_flexgen.text.given_prompts import read_lines
+from h2o_flexgen.text.given_texts import read_lines
 
 PROGRAM = "python -m h2o_flexgen.chat"
 GEN_LEN = 256

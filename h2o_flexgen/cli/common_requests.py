@@ -24,8 +24,7 @@ from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import EQUAL
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.policies.recall import RECALLED
-from h2o_flexgen.sampling.lora_request import LoRARequest
-from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
+from h2o_flexgen.sampling.params import SAMPLING, LoRARequest, SamplingParams
 from h2o_flexgen.session.open_request import (
     HEAD_BUDGETS,
     PROBE,

@@ -18,8 +18,8 @@ from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, BudgetShare, BudgetSlots, Grid
-from h2o_flexgen.evaluation.recall_questions import FactsAsked
 from h2o_flexgen.evaluation.tasks import TASKS
+from h2o_flexgen.evaluation.tasks.recall import FactsAsked
 from h2o_flexgen.evaluation.tasks.task import (
     EXAMPLES,
     GEN_LEN,
@@ -42,7 +42,7 @@ from h2o_flexgen.policies.kv_options import BESIDE_BUDGET, KVOptions
 from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.sampling.params import SEED
 from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, SiteRequest, head_budgets_of, probe_of
-from h2o_flexgen.text.measured_texts import Text
+from h2o_flexgen.text.given_texts import Text
 
 PROGRAM = "python -m h2o_flexgen.evaluate"
 USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"

@@ -23,8 +23,7 @@ from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.answer_settings import model_identity
 from h2o_flexgen.evaluation.cells import Cell, Cells, Figure
-from h2o_flexgen.evaluation.grid import Setting
-from h2o_flexgen.evaluation.grid_run import Evaluation
+from h2o_flexgen.evaluation.grid import Evaluation, Setting
 from h2o_flexgen.evaluation.results import Results, details, draw_quality, panels_of, tables
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy, study
@@ -34,7 +33,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.session.open_request import OpenRequest
-from h2o_flexgen.text.measured_texts import windows
+from h2o_flexgen.text.given_texts import windows
 
 PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy", "rouge_score")
 RESULTS, TABLE, PICTURE = "results.json", "table.md", "picture.png"

@@ -22,7 +22,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, SiteRequest
-from h2o_flexgen.text.given_prompts import DEFAULT_TOKENS
+from h2o_flexgen.text.given_texts import DEFAULT_TOKENS
 
 PROGRAM = "python -m h2o_flexgen.plan"
 EPILOG = f"""\

@@ -24,7 +24,7 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.ops import Task
 from h2o_flexgen.session.machine_source import MachineSource
 from h2o_flexgen.session.plan_finder import FoundPlan, PlanFinder
-from h2o_flexgen.text.given_prompts import check_room, made_up_prompts
+from h2o_flexgen.text.given_texts import check_room, made_up_prompts
 from h2o_flexgen.text.prompts import Prompt
 
 

@@ -34,7 +34,7 @@ from h2o_flexgen.policies.by_attention import H2O
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
-from h2o_flexgen.text.given_prompts import DEFAULT_TOKENS, given_prompts
+from h2o_flexgen.text.given_texts import DEFAULT_TOKENS, given_prompts
 
 PROGRAM = "python -m h2o_flexgen.run"
 FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"

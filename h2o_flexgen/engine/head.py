@@ -23,9 +23,8 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, OnLogits, OnToken, SharedOf
 from h2o_flexgen.engine.stores.prefix_store import Prefix
 from h2o_flexgen.sampling.completion import StepLogprobs
-from h2o_flexgen.sampling.logits import logprobs_of
 from h2o_flexgen.sampling.pooling import CLS, MEAN, ClassifyParams, PoolingParams
-from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler
+from h2o_flexgen.sampling.sampler import NoTokenLeft, Sampler, logprobs_of
 
 LogitsOf = Callable[[Tensor], Tensor]  # hidden (positions, width) -> (positions, vocab), in the dtype of the model
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from h2o_flexgen.core.prefix_groups import under
 from h2o_flexgen.sampling.completion import Completion, Output, StepLogprobs
-from h2o_flexgen.sampling.logits import History
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.pooling import Classification, ClassifyParams, Embedding, PoolingParams
+from h2o_flexgen.sampling.sampler import History
 from h2o_flexgen.sampling.structured_outputs import Constraint, ConstraintBroken
 from h2o_flexgen.text.row_text import RowText, TextDecoder, WithSpecials, decode_new
 from h2o_flexgen.text.tokenizer import Tokenizer

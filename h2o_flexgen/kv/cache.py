@@ -29,11 +29,10 @@ from h2o_flexgen.kernels.operations import (
     take_rows,
     take_slots,
 )
-from h2o_flexgen.kv.guesses import Change
 from h2o_flexgen.kv.judges import Held, Judge, Written
 from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
 from h2o_flexgen.kv.prompt_reading import PromptReading, attend_with_echo, attention_of
-from h2o_flexgen.kv.slots import Coding, SlotScores
+from h2o_flexgen.kv.slots import Change, Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import InHeads, NewTokens, Rotation
 

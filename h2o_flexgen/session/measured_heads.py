@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_flexgen.calibration.calibration import calibrate
-from h2o_flexgen.calibration.kept_reading import KeptReading, Pace, TakesTooLong
-from h2o_flexgen.calibration.text_reading import ReadModel
+from h2o_flexgen.calibration.text_reading import KeptReading, Pace, ReadModel, TakesTooLong
 from h2o_flexgen.checkpoints.derived import CALIBRATE, HEAD_BUDGETS, kept_file
 from h2o_flexgen.engine.reports import Stage, Stages
 from h2o_flexgen.memory.host import shortage_of
 from h2o_flexgen.policies.head_budgets import EQUAL, HeadBudgets, why_unmeasured, write_head_budgets
-from h2o_flexgen.text.measured_texts import USUAL_TEXTS, USUAL_TOKENS, Text, checksum, described, windows
+from h2o_flexgen.text.given_texts import USUAL_TEXTS, USUAL_TOKENS, Text, checksum, described, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 MOST_SECONDS = 120.0  # that a run waits for it, once

@@ -34,7 +34,7 @@ from h2o_flexgen.planning.search import BUFFERS
 from h2o_flexgen.policies import head_budgets
 from h2o_flexgen.policies.head_budgets import EQUAL, OWN, HeadBudgets, read_head_budgets
 from h2o_flexgen.sampling.foreign_options import OPTIONS
-from h2o_flexgen.sampling.lora_request import is_adapter_name
+from h2o_flexgen.sampling.params import is_adapter_name
 from h2o_flexgen.text.tokenizer import BYTES
 
 SAFETENSORS = "*.safetensors"

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.core.files import read_document
-from h2o_flexgen.text.piece_file import ADDED, said_by_pieces
-from h2o_flexgen.text.tokenizer_classes import LLAMA, ROLES, ROLES_OF_LLAMA, TAKEN_AS_THEY_ARE, text_of, understood
+from h2o_flexgen.text.tokenizer_classes import (
+    ADDED,
+    LLAMA,
+    ROLES,
+    ROLES_OF_LLAMA,
+    TAKEN_AS_THEY_ARE,
+    said_by_pieces,
+    text_of,
+    understood,
+)
 from h2o_flexgen.text.word_tokenizer import WordTokenizer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS, WORDS, Fact, Recall
+from h2o_flexgen.evaluation.tasks.recall import RECALL_TASKS, WORDS, Fact, Recall
 
 QUESTION_EVERY = 110  # tokens
 TOKENS_PER_FACT = 60

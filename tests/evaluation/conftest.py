@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.text.measured_texts import Text
+from h2o_flexgen.text.given_texts import Text
 from tests.helpers.real_tokenizers import SENTENCES, VOCABS, save_byte_level
 from tests.helpers.tiny import save_tiny
 

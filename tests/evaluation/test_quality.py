@@ -8,8 +8,8 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
-from h2o_flexgen.evaluation.recall_questions import Recall, RecallExample
-from h2o_flexgen.text.measured_texts import start_tokens
+from h2o_flexgen.evaluation.tasks.recall import Recall, RecallExample
+from h2o_flexgen.text.given_texts import start_tokens
 
 LENGTH, KEPT = 512, 0.2
 TASKS, DEPTHS = ("passkey", "lookup", "copy"), (0.0, 0.2, 0.4, 0.6)

@@ -15,18 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from h2o_flexgen.evaluation.cells import Cells, Figure
-from h2o_flexgen.evaluation.grid import BudgetShare, Setting
-from h2o_flexgen.evaluation.grid_run import Evaluation
-from h2o_flexgen.evaluation.recall_questions import RECALL_TASKS
+from h2o_flexgen.evaluation.grid import BudgetShare, Evaluation, Setting
 from h2o_flexgen.evaluation.tasks.agreement import Agreement
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
-from h2o_flexgen.evaluation.tasks.recall import BoundRecall, RecallTask
+from h2o_flexgen.evaluation.tasks.recall import RECALL_TASKS, BoundRecall, RecallTask
 from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Bound, EvaluationTask, TaskOptions
 from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.measured_texts import Text, start_tokens, windows
+from h2o_flexgen.text.given_texts import Text, start_tokens, windows
 
 WINDOW = 64
 

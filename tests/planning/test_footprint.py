@@ -65,9 +65,8 @@ from h2o_flexgen.planning.working_space import (
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.sampling.logits import History
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.sampling.sampler import History, Sampler
 from h2o_flexgen.schedule import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, encoded_with

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from h2o_flexgen.sampling.logits import History
+from h2o_flexgen.sampling.sampler import History
 
 
 def counted(history: History) -> dict[int, float]:

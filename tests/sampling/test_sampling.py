@@ -26,9 +26,8 @@ from h2o_flexgen.core.allowed_values import Bounds, Several
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.pick_tokens import uniform
-from h2o_flexgen.sampling.logits import History, score_changes
 from h2o_flexgen.sampling.params import SAMPLING, SamplingParams
-from h2o_flexgen.sampling.sampler import Sampler, resolve_seed
+from h2o_flexgen.sampling.sampler import History, Sampler, resolve_seed, score_changes
 from tests.helpers.adjusted_by_hand import adjusted_by_hand
 from tests.kernels.variants import VARIANTS, used
 

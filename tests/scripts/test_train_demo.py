@@ -13,7 +13,7 @@ import torch
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.checkpoints.model_places import ARCHITECTURES, held_out_prose
-from h2o_flexgen.evaluation.recall_questions import Recall
+from h2o_flexgen.evaluation.tasks.recall import Recall
 from tests.scripts.loading import PROJECT
 
 SCRIPTS = PROJECT / "scripts"

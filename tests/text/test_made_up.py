@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.text.given_prompts import check_room, made_up_prompts
+from h2o_flexgen.text.given_texts import check_room, made_up_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 from tests.helpers.real_tokenizers import VOCABS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.text.given_prompts import given_prompts
+from h2o_flexgen.text.given_texts import given_prompts
 
 
 def test_texts_come_before_those_of_the_file_and_all_as_they_stand(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.engine.stores.layer_judges import Judges, judges_by_level
 from h2o_flexgen.engine.stores.row_states import StateStore
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.guesses import Guesses
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerByPart, LayerCache, heads_by_layer
+from h2o_flexgen.kv.slots import Guesses
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.schedule.ops import READ, Data, Task, Visit

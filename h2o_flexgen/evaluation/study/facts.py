@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.calibration.text_reading import OnLayer, TextReading, read_texts
-from h2o_flexgen.evaluation.recall_questions import AskedFact, FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study.heavy_hitters import percent, table
 from h2o_flexgen.evaluation.study.readers import (
     Array,
@@ -26,6 +25,7 @@ from h2o_flexgen.evaluation.study.readers import (
     ranks,
     studied_policies,
 )
+from h2o_flexgen.evaluation.tasks.recall import AskedFact, FactsAsked, asked_facts
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.new_tokens import NewTokens

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from h2o_flexgen.evaluation.cells import Figure, mean
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, EvaluationTask, Shown, Size, in_blocks, window_of
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.measured_texts import checksum, windows
+from h2o_flexgen.text.given_texts import checksum, windows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.cells import DIGITS, Figure, of_exponents, ratio_of_sums, standard_error
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, EvaluationTask, Shown, Size, in_blocks, window_of
-from h2o_flexgen.text.measured_texts import checksum, windows
+from h2o_flexgen.text.given_texts import checksum, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from h2o_flexgen.evaluation.cells import Figure, Relation
-from h2o_flexgen.text.measured_texts import Text
+from h2o_flexgen.text.given_texts import Text
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache

@@ -13,8 +13,7 @@ from h2o_flexgen.core.files import parse_json
 from h2o_flexgen.evaluation.cells import Figure, mean, of_means
 from h2o_flexgen.evaluation.tasks.task import Advance, Bound, EvaluationTask, Shown, Size, TaskOptions, in_blocks
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.given_prompts import read_lines
-from h2o_flexgen.text.measured_texts import checksum, start_tokens
+from h2o_flexgen.text.given_texts import checksum, read_lines, start_tokens
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache

@@ -15,8 +15,7 @@ import pytest
 from h2o_flexgen import calibrate, run
 from h2o_flexgen.calibration.calibration import Calibration
 from h2o_flexgen.calibration.calibration import calibrate as calibrated
-from h2o_flexgen.calibration.kept_reading import KeptReading, Pace, TakesTooLong
-from h2o_flexgen.calibration.text_reading import ReadSoFar
+from h2o_flexgen.calibration.text_reading import KeptReading, Pace, ReadSoFar, TakesTooLong
 from h2o_flexgen.checkpoints.derived import HEAD_BUDGETS, kept_file
 from h2o_flexgen.engine.reports import Stages
 from h2o_flexgen.llm import LLM

@@ -13,11 +13,11 @@ import torch
 
 from h2o_flexgen.checkpoints.model_places import DEMO, held_out_prose
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.evaluation.recall_questions import FactsAsked, asked_facts
 from h2o_flexgen.evaluation.study import readers
 from h2o_flexgen.evaluation.study.facts import FactsStudy, study_facts
 from h2o_flexgen.evaluation.study.readers import Keeper, LevelKeeper, held_after, ranks
 from h2o_flexgen.evaluation.study.study_pictures import draw_facts
+from h2o_flexgen.evaluation.tasks.recall import FactsAsked, asked_facts
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.llm import LLM
