@@ -39,7 +39,7 @@ _MODULES = {
     "Completion": "sampling.completion",
     "StepLogprobs": "sampling.completion",
     "TokenLogprob": "sampling.completion",
-    "LoRARequest": "sampling.lora_request",
+    "LoRARequest": "sampling.params",
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.structured_outputs",
     "Embedding": "sampling.pooling",

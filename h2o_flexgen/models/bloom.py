@@ -32,9 +32,8 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Bounds, Config, Number, Whole, refuse_other_heads
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import Traits
+from h2o_flexgen.models.llama import LAYER, LAYER_UNBIASED, Traits
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.models.norms import LAYER, LAYER_UNBIASED
 from h2o_flexgen.models.phi3 import QKV, FusedQkv
 from h2o_flexgen.models.rotary import DEFAULT, Rope, Rotary
 

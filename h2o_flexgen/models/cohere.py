@@ -19,8 +19,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.models.config_values import FACTOR, SLIDING, Bounds, Config, kinds_in, windows_by_kind
-from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, Decoder, Traits
-from h2o_flexgen.models.norms import LAYER_UNBIASED, ONE_BEFORE
+from h2o_flexgen.models.llama import LAYER_UNBIASED, ONE_BEFORE, UNROTATED, USUAL, AttentionFunctions, Decoder, Traits
 
 
 class Cohere(Decoder):

@@ -13,8 +13,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.models.config_values import FULL, SLIDING, Config, kinds_in, windows_by_kind
-from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, Decoder, Traits
-from h2o_flexgen.models.norms import BEHIND
+from h2o_flexgen.models.llama import BEHIND, UNROTATED, USUAL, AttentionFunctions, Decoder, Traits
 
 
 class Exaone4(Decoder):

@@ -20,8 +20,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 )
 from h2o_flexgen.core.model_spec import MOST_WIDTH, KVHeads
 from h2o_flexgen.models.config_values import HEADS, POSITIONS, Bounds, Config, Number, Whole
-from h2o_flexgen.models.llama import Traits
-from h2o_flexgen.models.norms import BEFORE, LAYER, ONE_BEFORE, NormPlaces
+from h2o_flexgen.models.llama import BEFORE, LAYER, ONE_BEFORE, NormPlaces, Traits
 from h2o_flexgen.models.phi3 import QKV, FusedQkv
 
 TWO_NORMS = NormPlaces(before_attention="ln_attn", before_mlp="input_layernorm")  # as GGUF files call that of the mlp

@@ -31,8 +31,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.models.config_values import FULL, SLIDING, SOFTCAP, Bounds, Config, Whole, kinds_in, windows_by_kind
-from h2o_flexgen.models.llama import Decoder, NearRotated, Traits, head_width
-from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE, NormPlaces
+from h2o_flexgen.models.llama import RMS_FROM_ONE, RMS_WIDE, Decoder, NearRotated, NormPlaces, Traits, head_width
 from h2o_flexgen.models.whole_configs import COUNT, DECODERS, OFF, ON, SEVERAL, TEXT, Usual, end_of_text
 
 AROUND = NormPlaces(

@@ -46,9 +46,8 @@ from h2o_flexgen.models.config_values import (
 )
 from h2o_flexgen.models.gemma import ACTIVATION, AROUND, Gemma
 from h2o_flexgen.models.layout import Origin, Parameters
-from h2o_flexgen.models.llama import NearRotated, Traits
+from h2o_flexgen.models.llama import RMS_WIDE, NearRotated, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts, Routed
-from h2o_flexgen.models.norms import RMS_WIDE
 from h2o_flexgen.models.whole_configs import Usual
 
 VALUES, SCALAR = "self_attn.v_proj", "layer_scalar"

@@ -32,9 +32,8 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Number, Whole
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import Traits
+from h2o_flexgen.models.llama import NormPlaces, Traits
 from h2o_flexgen.models.mixture import SHARED, Mixture, MixtureOfExperts
-from h2o_flexgen.models.norms import NormPlaces
 from h2o_flexgen.models.phi3 import INTO_MLP, OUT_OF_MLP, FusedMlp
 
 CORRECTION = "mlp.gate.e_score_correction_bias"

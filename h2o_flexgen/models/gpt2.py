@@ -27,8 +27,7 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import Bounds, Config, Number, Whole
 from h2o_flexgen.models.layout import Parameters
-from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, Decoder, Traits
-from h2o_flexgen.models.norms import LAYER, ONE_BEFORE
+from h2o_flexgen.models.llama import LAYER, ONE_BEFORE, UNROTATED, AttentionFunctions, Decoder, Traits
 from h2o_flexgen.models.phi3 import QKV, FusedQkv
 from h2o_flexgen.models.rotary import DEFAULT, Rope, Rotary
 from h2o_flexgen.models.whole_configs import COUNT, OFF, ON, TEXT, Usual, end_of_text

@@ -1,13 +1,14 @@
 """LLaMA: RMS norm, rotary positions, gated mlp, grouped keys and values.
 
 A relative is a class below `Decoder`. Its `traits_of` says which keys of a config it reads, and what they mean. What no trait
-says is a method that it overrides.
+says is a method that it overrides. Among traits are what its norms do, where they stand in a block, and what checkpoints call
+them.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,9 +24,46 @@ from h2o_flexgen.models.base import Given, InHalves, Weights
 from h2o_flexgen.models.config_values import FULL, SLIDING, Config, Windows, labels_of
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.models.norms import BEFORE, RMS, NormKind, NormPlaces
 from h2o_flexgen.models.rotary import Rope, Rotary
 from h2o_flexgen.models.whole_configs import LLAMA
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a norm does with its values, (x, weights, name, eps), and which tensors it has."""
+
+    function: Callable[[Tensor, Weights, str, float], Tensor]
+    weight: bool = True
+    bias: bool = False
+    is_wide: bool = False  # its weight has more bits than hidden states may have
+
+    def parameters(self, name: str, *shape: int) -> Parameters:
+        if self.is_wide:
+            return layout.wide(f"{name}.weight", *shape)
+        return layout.norm(name, *shape, weight=self.weight, bias=self.bias)
+
+
+RMS = NormKind(tensor_ops.rms_norm)
+RMS_FROM_ONE = NormKind(tensor_ops.rms_norm_from_one)  # a weight says what is added to one
+RMS_WIDE = NormKind(tensor_ops.rms_norm, is_wide=True)  # in 16 bits nothing but the outcome is rounded
+LAYER = NormKind(tensor_ops.layer_norm, bias=True)
+LAYER_UNBIASED = NormKind(tensor_ops.layer_norm)
+LAYER_BARE = NormKind(tensor_ops.layer_norm, weight=False)
+
+
+@dataclass(frozen=True)
+class NormPlaces:
+    """The names of the norms of a block, by where they stand; None: there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    behind_attention: str | None = None  # of what attention adds to the hidden states
+    before_mlp: str | None = "post_attention_layernorm"
+    behind_mlp: str | None = None
+
+
+BEFORE = NormPlaces()
+BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+ONE_BEFORE = NormPlaces(before_mlp=None)  # where the mlp stands beside attention
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec
 from h2o_flexgen.models.config_values import BLOCKS, CONVOLVED_TOKENS, HEADS, MOST_EXPERTS, Bounds, Config, Flag, Number, Whole
 from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.layout import Origin
-from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, Traits
+from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, NormPlaces, Traits
 from h2o_flexgen.models.mamba import FULL, IN_FILES, KERNEL, KEYS, SCAN, VECTORS, Mamba, ScanBiases, ScanHeads
 from h2o_flexgen.models.mixture import INTO_LATENT, OUT_OF_LATENT, SHARED, ExpertGroups, Mixture
-from h2o_flexgen.models.norms import NormPlaces
 
 MLP, MOE = "mlp", "moe"  # what configs call blocks without a scan and without attention
 ONE_NORM = NormPlaces(before_mlp="input_layernorm")  # a block has one

@@ -22,9 +22,8 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 )
 from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.models.config_values import Config, kinds_in, windows_by_kind
-from h2o_flexgen.models.llama import Decoder, NearRotated, Traits
+from h2o_flexgen.models.llama import BEHIND, LAYER_BARE, Decoder, NearRotated, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
-from h2o_flexgen.models.norms import BEHIND, LAYER_BARE
 from h2o_flexgen.models.whole_configs import DECODERS, LEFT, OFF, Usual, end_of_text
 
 EPS = 1e-5  # of the first, which no config says

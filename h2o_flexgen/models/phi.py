@@ -18,8 +18,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     weights,
 )
 from h2o_flexgen.models.config_values import Config, refuse_other_heads
-from h2o_flexgen.models.llama import Decoder, Traits
-from h2o_flexgen.models.norms import LAYER, ONE_BEFORE
+from h2o_flexgen.models.llama import LAYER, ONE_BEFORE, Decoder, Traits
 
 
 class Phi(Decoder):

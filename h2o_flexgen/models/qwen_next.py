@@ -29,10 +29,9 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Whole, refuse_short
 from h2o_flexgen.models.layout import Origin, Parameters
-from h2o_flexgen.models.llama import Decoder, Traits, head_width
+from h2o_flexgen.models.llama import RMS_FROM_ONE, RMS_WIDE, Decoder, Traits, head_width
 from h2o_flexgen.models.mixture import Mixture
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.models.norms import RMS_FROM_ONE, RMS_WIDE
 from h2o_flexgen.models.qwen import SHARED, SHARED_GATE, Qwen2Moe
 from h2o_flexgen.models.whole_configs import Usual
 

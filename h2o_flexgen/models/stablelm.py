@@ -13,8 +13,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     biases,
 )
 from h2o_flexgen.models.config_values import Config, refuse_other_heads
-from h2o_flexgen.models.llama import Decoder, Traits
-from h2o_flexgen.models.norms import BEFORE, LAYER, ONE_BEFORE
+from h2o_flexgen.models.llama import BEFORE, LAYER, ONE_BEFORE, Decoder, Traits
 
 
 class StableLM(Decoder):

@@ -17,8 +17,7 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 )
 from h2o_flexgen.core.allowed_values import EOS
 from h2o_flexgen.models.config_values import Bounds, Config, Number, same_windows
-from h2o_flexgen.models.llama import Decoder, Traits
-from h2o_flexgen.models.norms import LAYER
+from h2o_flexgen.models.llama import LAYER, Decoder, Traits
 from h2o_flexgen.models.whole_configs import COUNT, DECODERS, ON, TEXT, Usual, end_of_text
 
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from h2o_flexgen.checkpoints import convert as convert_module
+from h2o_flexgen.checkpoints import checkpoint as checkpoint_module
 from h2o_flexgen.checkpoints import derived
-from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
-from h2o_flexgen.checkpoints.convert import load_shard
+from h2o_flexgen.checkpoints.checkpoint import load_shard, open_checkpoint
 from h2o_flexgen.checkpoints.derived import CONVERTED
 from h2o_flexgen.checkpoints.model_files import Progress
 from h2o_flexgen.checkpoints.safetensors_format import TensorHeader, write_safetensors
@@ -31,7 +30,7 @@ State = dict[str, torch.Tensor]
 
 
 def convert(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
-    return convert_module.convert(folder, cache, progress).path
+    return checkpoint_module.convert(folder, cache, progress).path
 
 
 def random_state(prefix: str) -> State:
@@ -111,8 +110,8 @@ def test_safetensors_go_before_bins(tmp_path: Path, model: Path) -> None:
 
 def test_the_second_time_nothing_is_converted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = convert(model, tmp_path / "cache")
-    monkeypatch.setattr(convert_module, "write_safetensors", None)
-    monkeypatch.setattr(convert_module, "load_shard", None)
+    monkeypatch.setattr(checkpoint_module, "write_safetensors", None)
+    monkeypatch.setattr(checkpoint_module, "load_shard", None)
     assert convert(model, tmp_path / "cache") == first
 
 
@@ -142,7 +141,7 @@ def test_a_conversion_that_fails_midway_leaves_nothing(
         written.append(path)
         return write_safetensors(path, headers, value)
 
-    monkeypatch.setattr(convert_module, "write_safetensors", failing)
+    monkeypatch.setattr(checkpoint_module, "write_safetensors", failing)
     with pytest.raises((ValueError, KeyboardInterrupt)) as caught:
         convert(tmp_path / "model", tmp_path / "cache")
     assert written and list((tmp_path / "cache").iterdir()) == []
@@ -170,7 +169,7 @@ def test_two_at_once_convert_once(tmp_path: Path, model: Path, monkeypatch: pyte
         return write_safetensors(path, headers, value)
 
     monkeypatch.setattr(derived, "fingerprint", meeting)
-    monkeypatch.setattr(convert_module, "write_safetensors", counting)
+    monkeypatch.setattr(checkpoint_module, "write_safetensors", counting)
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(convert(model, tmp_path / "cache"))) for _ in range(2)]
     for thread in threads:
@@ -282,7 +281,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to tell the resident memory")
 def test_memory_stays_far_below_the_size_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_module, "REOPEN_BYTES", 8 << 20)
+    monkeypatch.setattr(checkpoint_module, "REOPEN_BYTES", 8 << 20)
     (tmp_path / "model").mkdir()
     torch.save(
         {f"t{number}": torch.full((4 << 20,), number, dtype=torch.int8) for number in range(24)},
