@@ -24,7 +24,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import ROWS_PER_SEAT, Arrival, Arrivals
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
-from h2o_flexgen.engine.generate import OnCompletion, PreparedRows, Running, UseTqdm, shown_progress
+from h2o_flexgen.engine.generate import OnCompletion, PreparedRows, Running, Stream, UseTqdm, job_of, shown_progress
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.job import Job, Requests
 from h2o_flexgen.engine.reports import OnStage, OnTick, Ticker
@@ -34,7 +34,6 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnLogits, OnToken
 from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_groups, params_of, read_pairs, scored_of, way_of
 from h2o_flexgen.engine.stats import Peaks, Stats
-from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.plan import Plan

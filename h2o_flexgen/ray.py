@@ -20,11 +20,11 @@ import numpy as np
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import not_installed, shown
+from h2o_flexgen.engine.generate import ListedJob
 from h2o_flexgen.engine.job import BrokenRequest, Outcome, Request, without_number
 from h2o_flexgen.engine.reports import OnTick
 from h2o_flexgen.engine.restarted_run import RestartedRun
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.stream import ListedJob
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with
 from h2o_flexgen.sampling.params import SamplingParams

@@ -25,12 +25,12 @@ from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import graphs
 from h2o_flexgen.engine.drafts import ALLOWED, GRANTED, PLAIN_FIRST, Drafted, Drafts, Lookup, Worth, _OfRow
+from h2o_flexgen.engine.generate import job_of
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
-from h2o_flexgen.engine.stores.row_states import StateStore
+from h2o_flexgen.engine.stores.row_stores import StateStore
 from h2o_flexgen.engine.stores.states_of_visits import Replays, StatesOfSteps, states_over
-from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kv.layer_cache import LayerCache

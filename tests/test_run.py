@@ -22,7 +22,6 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams, run
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli import run_work
-from h2o_flexgen.cli.report import run_report
 from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.engine import resources
 from h2o_flexgen.engine.stores.kv import KVStore
@@ -56,7 +55,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_report, "measure", partial(measure.measure, seconds=0.005))
+    monkeypatch.setattr(run_work, "measure", partial(measure.measure, seconds=0.005))
 
 
 @pytest.fixture(autouse=True)
@@ -138,14 +137,14 @@ def test_a_run_that_held_more_than_its_budget_says_so(command: Any, opt: Path, m
 def test_the_peak_of_a_run_is_taken_before_the_machine_is_measured(command: Any, opt: Path, monkeypatch: Any) -> None:
     held = [300_000_000]
     monkeypatch.setattr("h2o_flexgen.session.loaded_model.peak_resident_bytes", lambda: held[0])
-    monkeypatch.setattr(run_report, "peak_resident_bytes", lambda: held[0])
-    measuring = run_report.measure
+    monkeypatch.setattr(run_work, "peak_resident_bytes", lambda: held[0])
+    measuring = run_work.measure
 
     def holding(*given: Any) -> Any:
         held[0] += 50_000_000
         return measuring(*given)
 
-    monkeypatch.setattr(run_report, "measure", holding)
+    monkeypatch.setattr(run_work, "measure", holding)
     document = command("--model", opt, *SMALL, *IN_MEMORY).json
     assert (document["peak_bytes"]["host"], document["process_peak_bytes"]) == (300_000_000, 350_000_000)
 
@@ -246,7 +245,7 @@ def test_weights_that_are_not_page_locked_have_a_bound_of_their_own(
     """The rate of pageable memory is measured where weights lie in it; KV and activations cross as fast as before."""
     rates = {"locked": (4e6, 3e6), "pageable": (1e6, 5e5)}
     monkeypatch.setattr(measure, "link_rates", lambda device, memory, *_: rates["locked" if memory._locker else "pageable"])
-    monkeypatch.setattr(run_report, "measure", lambda *given: replace(measure.measure(*given), device="cuda"))
+    monkeypatch.setattr(run_work, "measure", lambda *given: replace(measure.measure(*given), device="cuda"))
     bounds = {}
     for mix in ((0, 100, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100)):
         flags = ("--model", opt, *SMALL, "--device", "pretended", "--percent", *mix)

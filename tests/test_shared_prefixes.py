@@ -12,9 +12,9 @@ import pytest
 
 from h2o_flexgen.core.prefix_groups import PrefixGroups
 from h2o_flexgen.core.site import HOST
+from h2o_flexgen.engine.generate import job_of
 from h2o_flexgen.engine.job import Request, prefix_finder
 from h2o_flexgen.engine.reports import Tick
-from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.cost import Cost, by_lane

@@ -20,7 +20,7 @@ from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import BatchRows
-from h2o_flexgen.engine.stores.row_states import OpenStates, StateStore
+from h2o_flexgen.engine.stores.row_stores import OpenStates, StateStore
 from h2o_flexgen.engine.stores.states_of_visits import EchoedStates, StatesInPassing
 from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8
 from h2o_flexgen.formats.table import PLAIN

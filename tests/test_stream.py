@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.engine import stream as stream_of_completions
+from h2o_flexgen.engine import generate as stream_of_completions
+from h2o_flexgen.engine.generate import ListedJob, job_of
 from h2o_flexgen.engine.job import Request, RequestSize
 from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.engine.restarted_run import Shrink
 from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.engine.seated_rows import SeatedRows
-from h2o_flexgen.engine.stream import ListedJob, job_of
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.completion import Completion

@@ -20,11 +20,11 @@ from torch import Tensor
 from h2o_flexgen import LLM, SamplingParams, StructuredOutputsParams
 from h2o_flexgen.checkpoints.model_places import SMOLLM2
 from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.generate import ListedJob
 from h2o_flexgen.engine.job import BrokenRequest, Request
 from h2o_flexgen.engine.masks import THREAD
 from h2o_flexgen.engine.restarted_run import RestartedRun
 from h2o_flexgen.engine.row_maker import RowMaker
-from h2o_flexgen.engine.stream import ListedJob
 from h2o_flexgen.kernels.pick_tokens import mask_words
 from h2o_flexgen.sampling.completion import Completion, Output
 from h2o_flexgen.schedule.ops import Op

@@ -36,8 +36,7 @@ from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.layer_judges import judges_of
 from h2o_flexgen.engine.stores.prefix_files import PrefixFiles
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
-from h2o_flexgen.engine.stores.row_states import NO_STATES, OpenStates, StateStore
-from h2o_flexgen.engine.stores.row_stores import KVLevels, RowStores
+from h2o_flexgen.engine.stores.row_stores import NO_STATES, KVLevels, OpenStates, RowStores, StateStore
 from h2o_flexgen.engine.stores.states_of_visits import (
     EchoedStates,
     Replays,

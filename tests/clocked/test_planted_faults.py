@@ -23,7 +23,7 @@ from h2o_flexgen.engine.stores import kv
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.host_attention_exchange import AskedStore
 from h2o_flexgen.engine.stores.kv import KVStore
-from h2o_flexgen.engine.stores.row_states import StateStore
+from h2o_flexgen.engine.stores.row_stores import StateStore
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import EventMarker, Marker, StreamEvent

@@ -25,13 +25,13 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.drafts import Drafts
+from h2o_flexgen.engine.generate import Stream, job_of
 from h2o_flexgen.engine.head import OfHead, read_prompts
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.engine.stores.states_of_visits import StatesInPassing, states_over
-from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled
 from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, PromptRoom

@@ -14,8 +14,8 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.generate import Stream, job_of
 from h2o_flexgen.engine.job import Request
-from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.planning.batch_pass import tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost

@@ -11,9 +11,9 @@ import pytest
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.generate import Stream, job_of
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.reports import Tick
-from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.batch_pass import tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
