@@ -138,8 +138,9 @@ def multiply_rows(
                 dots, of_x = _products(total, block, of_rows, word, inputs, half, half + 1, LAYOUT, AT_ONCE)
                 total = _scaled(total, dots, of_x, shared, LAYOUT)
         else:
-            shared = shared_by(block, scales, zeros, own, word, inputs, 0, LAYOUT, AT_ONCE)
             dots, of_x = _products(total, block, of_rows, word, inputs, 0, 8 // LAYOUT.bits, LAYOUT, AT_ONCE)
+            # last: scales that were loaded before would take registers while codes meet rows
+            shared = shared_by(block, scales, zeros, own, word, inputs, 0, LAYOUT, AT_ONCE)
             total = _scaled(total, dots, of_x, shared, LAYOUT)
     sums = tl.sum(total, 2)
     if HAS_BIAS:

@@ -207,7 +207,7 @@ def shared_by(block, scales, zeros, row, word, inputs, HALF: tl.constexpr, LAYOU
     elif LAYOUT.shared == SIX_BITS:
         scale, minimum = _of_six_bits(place, own // 8, there, HALF, AT_ONCE)
     elif LAYOUT.shared == SIGNED_SIX_BITS:
-        scale = _of_signed_six_bits(place, (own // 4).to(tl.uint32), there)
+        scale = _of_signed_six_bits(place, (own // 4).to(tl.uint32), there, AT_ONCE)
     elif LAYOUT.shared == SIXTEENS:
         code = tl.load((place + own // 16 * 8 + own % 16 // 4 + 4 * HALF).to(tl.pointer_type(tl.int8)), mask=there, other=0)
         scale = _half(_two_bytes(place + 16, there)) * code.to(tl.float32)
@@ -236,12 +236,12 @@ def _of_six_bits(place, chunk, there, HALF: tl.constexpr, AT_ONCE: tl.constexpr)
 
 
 @triton.jit
-def _of_signed_six_bits(place, group, there):
-    """The scale of 32 values: the upper 2 bits of a group lie before the lower 4."""
-    lower = _byte(place + 4 + group // 2, there) >> group % 2 * 4
-    upper = _two_bytes(place + 2, there) >> group * 2
+def _of_signed_six_bits(place, group, there, AT_ONCE: tl.constexpr):
+    """The scale of 32 values: the upper 2 bits of a group lie before the lower 4, those of eight groups in a word."""
+    first, lower = _word(place, there, AT_ONCE), _word(place + 4, there, AT_ONCE) >> group * 4
+    upper = first >> 16 + group * 2
     code = ((lower & 15) | ((upper & 3) << 4)).to(tl.int32) - 32
-    return _half(_two_bytes(place, there)) * code.to(tl.float32)
+    return _half(first & 0xFFFF) * code.to(tl.float32)
 
 
 @triton.jit

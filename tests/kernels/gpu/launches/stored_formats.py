@@ -36,6 +36,6 @@ LAUNCHES = (
     Launch("int4, one row", partial(multiplied, "int4-128-float16-zeros", torch.float16, 1), 96, READ, is_rare=True),
     Launch("fp8, one row", partial(multiplied, "fp8-128x128-float32", torch.bfloat16, 1), 96, READ, BY_FOURS, is_rare=True),
     Launch("iq4_nl, one row", partial(multiplied, "iq4_nl", torch.bfloat16, 1), 96, READ, {"product_kernel": 2}, is_rare=True),
-    Launch("iq4_xs decoded", partial(decoded, "iq4_xs", torch.bfloat16), 64, READ, {"decode_kernel": 2}, is_rare=True),
+    Launch("iq4_xs decoded", partial(decoded, "iq4_xs", torch.bfloat16), 64, READ, {"decode_kernel": 4}, is_rare=True),
     Launch("q6_K, four rows", partial(multiplied, "q6_K", torch.float32, 4), 232, READ),
 )
