@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -149,6 +150,20 @@ def test_what_goes_without_being_closed_leaves_no_descriptor_and_no_thread(dummy
     for thread in set(threading.enumerate()) - threads:
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive(), thread
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_closed_model_holds_no_weights_though_no_garbage_is_collected(graphs: str) -> None:
+    """What waits in circles of references is freed when memory is searched, which may be long after."""
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM(DEMO, gpu_batch_size=2, graphs=graphs) as llm:
+            llm.generate(["The ", "A "], SamplingParams(max_tokens=3))
+            held = weakref.ref(llm.loaded.ready(lambda *told: None))
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module")
