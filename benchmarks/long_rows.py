@@ -1,10 +1,15 @@
 """How fast a whole model generates behind long rows, where steps attend all KV, a share of it, or what a policy keeps.
 
-    python benchmarks/long_rows.py --layers 6 --rows 16 --tokens 16384
+    python benchmarks/long_rows.py --layers 6 --rows 12 --tokens 16384
+    python benchmarks/long_rows.py --layers 4 --rows 4 --batches 4 --tokens 16384 --kv disk
 
-Layers have the shapes of Qwen3-8B, as many as are asked for, with the embedding and the head; weights are random, and lie with
-all KV in CPU memory. Prompts are not computed: each row gets random keys and values, and under a policy random scores, as if it
-had been read. So what is measured are decode steps alone. Ways take turns, each opened anew.
+Layers have the shapes of Qwen3-8B, as many as are asked for, with the embedding and the head; weights are random, and lie in
+memory, as does all KV, unless it lies on the disk. Prompts are not computed: each row gets random keys and values, and under a
+policy random scores, as if it had been read. So what is measured are decode steps alone: the first is left out, because it
+records. Ways take turns, each opened anew. Each way's line ends with its busiest lane: how much of the steps' time it worked.
+
+`floor` is the time in which a step could read, at the measured rates of memory and disk, the weights of each batch, and of the
+KV what it attends, with the index of its keys.
 
 The last line is one JSON document.
 """
@@ -15,8 +20,10 @@ import argparse
 import json
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf, prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +36,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
-from h2o_flexgen.core.model_spec import LayerSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.judges import Written
@@ -39,7 +47,8 @@ from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.models import base
 from h2o_flexgen.models.base import Given, Model, Weights, nothing_to_attend
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.profiling.measure import describe_machine
+from h2o_flexgen.policies.recall import index_bytes
+from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate, offload_rates
 from h2o_flexgen.sampling.params import SamplingParams
 
 QWEN3_8B = {
@@ -56,13 +65,16 @@ QWEN3_8B = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-WAYS: dict[str, dict[str, object]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "all": {},
     "recall 10 %": {"kv_recall": 0.1},
+    "recall 10 %, heads together": {"kv_recall": 0.1, "kv_recall_together": True},
     "h2o 20 %": {"kv_policy": "h2o", "kv_budget": 0.2, "head_budgets": "equal"},
     "h2o 50 %, recall 10 %": {"kv_policy": "h2o", "kv_budget": 0.5, "kv_recall": 0.1, "head_budgets": "equal"},
 }
-IN_MEMORY = (0, 100, 0, 100, 0, 100)
+PERCENT = {"memory": (0, 100, 0, 100, 0, 100), "disk": (0, 100, 0, 0, 0, 100)}
+VALUE_BYTES = 2  # bfloat16
+DISK_BYTES = 2**30  # of the file by which the disk's rate is measured
 
 
 class MadeUpPrompts:
@@ -109,14 +121,55 @@ class MadeUpPrompts:
         return tokens.q
 
 
-def measured(model: str, way: Mapping[str, object], args: argparse.Namespace) -> dict[str, float]:
-    options = {"gpu_batch_size": args.rows, "prefill_tokens": args.tokens, "percent": IN_MEMORY, "threads": args.threads}
+def measured(model: str, way: Mapping[str, object], args: argparse.Namespace, rates: Mapping[str, float]) -> dict[str, Any]:
+    options = {"gpu_batch_size": args.rows, "num_gpu_batches": args.batches, "prefill_tokens": args.tokens}
+    options |= {"percent": PERCENT[args.kv], "threads": args.threads, "offload_dir": args.offload_dir}
+    rows = args.rows * args.batches
     with LLM(model, dummy_weights=True, dtype="bfloat16", device="cpu", **options, **way) as llm, MadeUpPrompts().taken():
-        prompts = [[2 + row] * args.tokens for row in range(args.rows)]
-        llm.generate(prompts, SamplingParams(max_tokens=args.steps + 1, ignore_eos=True))
+        prompts = [[2 + row] * args.tokens for row in range(rows)]
+        llm.generate(prompts, SamplingParams(max_tokens=args.steps + 2, ignore_eos=True))
         assert llm.stats is not None
-        seconds = sum(run.decode_seconds for run in llm.stats.blocks)
-    return {"tokens_per_second": args.rows * args.steps / seconds, "seconds_of_a_step": seconds / args.steps}
+        (run,) = llm.stats.blocks
+        floor = floor_of(llm.spec, way, args, rates)
+    seconds = statistics.median(run.step_seconds[1:])
+    return {
+        "tokens_per_second": rows / seconds,
+        "seconds_of_a_step": seconds,
+        "steps": run.step_seconds,
+        "floor": floor,
+        "share_of_the_floor": floor / seconds,
+        "lanes": lanes_of(run, first=2),
+    }
+
+
+def floor_of(spec: ModelSpec, way: Mapping[str, Any], args: argparse.Namespace, rates: Mapping[str, float]) -> float:
+    """Seconds in which a step could read what it needs."""
+    share: float | None = way.get("kv_recall")
+    weights = VALUE_BYTES * sum(prod(tensor.shape) for layer in spec.layers[1:] for _, tensor in layer.tensors)
+    slots = args.batches * args.rows * args.tokens * way.get("kv_budget", 1) * spec.kv_heads * args.layers
+    attended, index = 2 * VALUE_BYTES * spec.head_dim * slots, 0
+    if share is not None:
+        attended, index = attended * share, index_bytes(share, spec) * slots
+    from_memory = args.batches * weights + index + (0 if args.kv == "disk" else attended)
+    from_disk = attended if args.kv == "disk" else 0
+    return max(from_memory / rates["memory"], from_disk / rates["disk"])
+
+
+def lanes_of(run: BlockRun, first: int) -> dict[str, float]:
+    """The share of the time of the steps from this one on in which each lane had work."""
+    spans = [span for span in run.trace.spans if span.key.step >= first]
+    took = max(span.end for span in spans) - min(span.start for span in spans)
+    worked: defaultdict[str, float] = defaultdict(float)
+    for span in spans:
+        worked[span.lane] += (span.end - span.start) / took
+    return dict(worked)
+
+
+def rates_of(args: argparse.Namespace) -> dict[str, float]:
+    """Bytes per second that a sum reads from memory, and that reads of large pieces bring from the disk."""
+    with TemporaryDirectory(dir=args.offload_dir) as folder:
+        disk = offload_rates(Path(folder), DISK_BYTES, 3)[1] if args.kv == "disk" else inf
+    return {"memory": memory_read_rate(), "disk": disk}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -125,7 +178,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=int, default=6, help="of the model, which has 36")
     add("--rows", type=int, default=16)
     add("--tokens", type=int, default=16384, help="of each row, before it generates")
-    add("--steps", type=int, default=8)
+    add("--batches", type=int, default=1, help="of so many rows each")
+    add("--kv", choices=PERCENT, default="memory", help="where KV lies")
+    add("--offload-dir", type=Path, help="where KV lies, if on the disk")
+    add("--steps", type=int, default=8, help="that are measured")
     add("--turns", type=int, default=2)
     add("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     add("--narrow", type=int, default=1, help="divides widths, for a try")
@@ -141,23 +197,31 @@ def config_of(args: argparse.Namespace) -> dict[str, object]:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}
+    rates = rates_of(args)
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(args)), encoding="utf-8")
         for _ in range(args.turns):
             for way in args.ways:
-                found[way].append(measured(folder, WAYS[way], args))
-                print(f"{way:24} {found[way][-1]['tokens_per_second']:8.2f} tokens/s", flush=True)
-    rates = {way: statistics.median(one["tokens_per_second"] for one in each) for way, each in found.items()}
-    asked = {name: value for name, value in vars(args).items() if name != "output"}
+                found[way].append(one := measured(folder, WAYS[way], args, rates))
+                print(told(way, one), flush=True)
+    speeds = {way: statistics.median(one["tokens_per_second"] for one in each) for way, each in found.items()}
+    asked = {name: value for name, value in vars(args).items() if name not in ("output", "offload_dir")}
     result: dict[str, Any] = {
         "machine": describe_machine(open_device("cpu")),
         "kernels": in_use(),
         "arguments": asked,
+        "bytes_per_second": rates,
         "runs": found,
     }
-    tell({**result, "tokens_per_second": rates}, args.output)
+    tell({**result, "tokens_per_second": speeds}, args.output)
     return 0
+
+
+def told(way: str, one: Mapping[str, Any]) -> str:
+    busiest = max(one["lanes"], key=one["lanes"].get)
+    speed, share = f"{one['tokens_per_second']:8.2f} tokens/s", f"floor {one['share_of_the_floor']:.0%}"
+    return f"{way:28} {speed}   {one['seconds_of_a_step']:.3f} s a step   {share}   {busiest} {one['lanes'][busiest]:.0%}"
 
 
 if __name__ == "__main__":
