@@ -1,12 +1,17 @@
 """How fast a whole model generates behind long rows, where steps attend all KV, a share of it, or what a policy keeps.
 
     python benchmarks/long_rows.py --layers 6 --rows 12 --tokens 16384
-    python benchmarks/long_rows.py --layers 4 --rows 4 --batches 4 --tokens 16384 --kv disk
+    python benchmarks/long_rows.py --layers 4 --rows 4 --batches 4 --tokens 16384 --kv disk --heads-alike 0.9 --steps-alike 0.9
 
-Layers have the shapes of Qwen3-8B, as many as are asked for, with the embedding and the head; weights are random, and lie in
-memory, as does all KV, unless it lies on the disk. Prompts are not computed: each row gets random keys and values, and under a
-policy random scores, as if it had been read. So what is measured are decode steps alone: the first is left out, because it
-records. Ways take turns, each opened anew. Each way's line ends with its busiest lane: how much of the steps' time it worked.
+Layers have the shapes of Qwen3-8B, as many as are asked for, with a vocabulary that is smaller by as much. Weights are random.
+They lie in memory, and so does all KV, unless it lies on the disk. Prompts are not computed: each row gets random keys and
+values, and under a policy random scores, as if it had been read. So what is measured are decode steps alone. The first is left
+out, because it records. Ways take turns, each opened anew. A way's line names its busiest lane, and how much of the steps' time
+that worked.
+
+What heads and steps of a real model choose is alike, and of random weights it is not. `--heads-alike` is the share of queries
+and keys that all heads of a layer have in common, and `--steps-alike` that of what tokens bring into the first layer. Lines tell
+how much of the chosen was not brought, since several heads or the step before had it: to be held beside a real model.
 
 `floor` is the time in which a step could read, at the measured rates of memory and disk, the weights of each batch, and of the
 KV what it attends, with the index of its keys.
@@ -33,6 +38,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
@@ -50,12 +56,14 @@ from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.policies.recall import index_bytes
 from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate, offload_rates
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import READ
 
-QWEN3_8B = {
+QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 4096,
     "intermediate_size": 12288,
+    "num_hidden_layers": 36,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -68,11 +76,14 @@ QWEN3_8B = {
 WAYS: dict[str, dict[str, Any]] = {
     "all": {},
     "recall 10 %": {"kv_recall": 0.1},
-    "recall 10 %, heads together": {"kv_recall": 0.1, "kv_recall_together": True},
+    "recall 10 %, reuse": {"kv_recall": 0.1, "kv_recall_reuse": True},
+    "recall 10 %, together": {"kv_recall": 0.1, "kv_recall_together": True},
+    "recall 10 %, together, reuse": {"kv_recall": 0.1, "kv_recall_together": True, "kv_recall_reuse": True},
     "h2o 20 %": {"kv_policy": "h2o", "kv_budget": 0.2, "head_budgets": "equal"},
     "h2o 50 %, recall 10 %": {"kv_policy": "h2o", "kv_budget": 0.5, "kv_recall": 0.1, "head_budgets": "equal"},
 }
 PERCENT = {"memory": (0, 100, 0, 100, 0, 100), "disk": (0, 100, 0, 0, 0, 100)}
+SPREAD = 0.02  # of weights
 VALUE_BYTES = 2  # bfloat16
 DISK_BYTES = 2**30  # of the file by which the disk's rate is measured
 
@@ -80,7 +91,8 @@ DISK_BYTES = 2**30  # of the file by which the disk's rate is measured
 class MadeUpPrompts:
     """Takes the place of the pass over prompts: layers hand on what they get, and caches get random keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads_alike: float) -> None:
+        self._heads_alike = heads_alike
         self._kv: tuple[Tensor, Tensor] | None = None
         self._computed: Callable[..., Tensor] = base.computed
         self._attend: Callable[..., Tensor] = KVCache.attend
@@ -108,7 +120,8 @@ class MadeUpPrompts:
     def _made(self, model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*x.shape[:2], model.spec.kv_heads, model.spec.head_dim)
         if self._kv is None or self._kv[0].shape != shape:
-            self._kv = torch.randn(shape).to(x.dtype), torch.randn(shape).to(x.dtype)
+            keys = mixed(torch.randn(*shape[:2], 1, shape[3]), torch.randn(shape), self._heads_alike)
+            self._kv = keys.to(x.dtype), torch.randn(shape).to(x.dtype)
         return self._kv
 
     @staticmethod
@@ -121,11 +134,53 @@ class MadeUpPrompts:
         return tokens.q
 
 
+def mixed(common: Tensor, own: Tensor, alike: float) -> Tensor:
+    """Of the same variance, of which this share is the common one's."""
+    return alike**0.5 * common + (1 - alike) ** 0.5 * own
+
+
+def save_model(folder: Path, args: argparse.Namespace) -> None:
+    config = config_of(args)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = {name: made(name, shape, config["num_key_value_heads"], args) for name, shape in shapes_of(config)}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def shapes_of(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    dim = config["head_dim"]
+    heads, kv_heads = dim * config["num_attention_heads"], dim * config["num_key_value_heads"]
+    yield from ((f"{name}.weight", (vocab, width)) for name in ("model.embed_tokens", "lm_head"))
+    yield "model.norm.weight", (width,)
+    for layer in range(config["num_hidden_layers"]):
+        of = f"model.layers.{layer}."
+        yield from ((f"{of}{norm}_layernorm.weight", (width,)) for norm in ("input", "post_attention"))
+        yield from ((f"{of}self_attn.{name}_norm.weight", (dim,)) for name in "qk")
+        projections = ("q", heads), ("k", kv_heads), ("v", kv_heads)
+        yield from ((f"{of}self_attn.{name}_proj.weight", (out, width)) for name, out in projections)
+        yield f"{of}self_attn.o_proj.weight", (width, heads)
+        yield from ((f"{of}mlp.{name}_proj.weight", (inner, width)) for name in ("gate", "up"))
+        yield f"{of}mlp.down_proj.weight", (width, inner)
+
+
+def made(name: str, shape: tuple[int, ...], kv_heads: int, args: argparse.Namespace) -> Tensor:
+    if "norm" in name:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    values = torch.randn(shape)
+    if "embed_tokens" in name:
+        return mixed(torch.randn(1, shape[1]), values, args.steps_alike).to(torch.bfloat16)
+    if "q_proj" in name or "k_proj" in name:
+        groups = values.view(kv_heads, -1, shape[1])
+        values = mixed(torch.randn(1, *groups.shape[1:]), groups, args.heads_alike).reshape(shape)
+    return (values * SPREAD).to(torch.bfloat16)
+
+
 def measured(model: str, way: Mapping[str, object], args: argparse.Namespace, rates: Mapping[str, float]) -> dict[str, Any]:
     options = {"gpu_batch_size": args.rows, "num_gpu_batches": args.batches, "prefill_tokens": args.tokens}
     options |= {"percent": PERCENT[args.kv], "threads": args.threads, "offload_dir": args.offload_dir}
     rows = args.rows * args.batches
-    with LLM(model, dummy_weights=True, dtype="bfloat16", device="cpu", **options, **way) as llm, MadeUpPrompts().taken():
+    made_up = MadeUpPrompts(args.heads_alike)
+    with LLM(model, tokenizer="bytes", dtype="bfloat16", device="cpu", **options, **way) as llm, made_up.taken():
         prompts = [[2 + row] * args.tokens for row in range(rows)]
         llm.generate(prompts, SamplingParams(max_tokens=args.steps + 2, ignore_eos=True))
         assert llm.stats is not None
@@ -139,6 +194,7 @@ def measured(model: str, way: Mapping[str, object], args: argparse.Namespace, ra
         "floor": floor,
         "share_of_the_floor": floor / seconds,
         "lanes": lanes_of(run, first=2),
+        "chosen_there": there_of(run),
     }
 
 
@@ -165,6 +221,12 @@ def lanes_of(run: BlockRun, first: int) -> dict[str, float]:
     return dict(worked)
 
 
+def there_of(run: BlockRun) -> float | None:
+    """The share of what steps chose on the disk that they did not bring: other heads or the step before had it."""
+    read, spared = run.moved_bytes.get(READ, 0), run.skipped_bytes.get(READ, 0)
+    return spared / (read + spared) if spared else None
+
+
 def rates_of(args: argparse.Namespace) -> dict[str, float]:
     """Bytes per second that a sum reads from memory, and that reads of large pieces bring from the disk."""
     with TemporaryDirectory(dir=args.offload_dir) as folder:
@@ -181,6 +243,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--batches", type=int, default=1, help="of so many rows each")
     add("--kv", choices=PERCENT, default="memory", help="where KV lies")
     add("--offload-dir", type=Path, help="where KV lies, if on the disk")
+    add("--heads-alike", type=float, default=0.0)
+    add("--steps-alike", type=float, default=0.0)
     add("--steps", type=int, default=8, help="that are measured")
     add("--turns", type=int, default=2)
     add("--ways", nargs="+", choices=WAYS, default=[*WAYS])
@@ -191,8 +255,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def config_of(args: argparse.Namespace) -> dict[str, object]:
-    narrow = {name: QWEN3_8B[name] // args.narrow for name in ("hidden_size", "intermediate_size", "vocab_size")}  # type: ignore[operator]
-    return {**QWEN3_8B, **narrow, "num_hidden_layers": args.layers}
+    narrow = {name: QWEN3_8B[name] // args.narrow for name in ("hidden_size", "intermediate_size")}
+    tokens = QWEN3_8B["vocab_size"] * args.layers // QWEN3_8B["num_hidden_layers"] // args.narrow
+    return {**QWEN3_8B, **narrow, "vocab_size": tokens, "num_hidden_layers": args.layers}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -200,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}
     rates = rates_of(args)
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(args)), encoding="utf-8")
+        save_model(Path(folder), args)
         for _ in range(args.turns):
             for way in args.ways:
                 found[way].append(one := measured(folder, WAYS[way], args, rates))
@@ -221,7 +286,9 @@ def main(argv: Sequence[str]) -> int:
 def told(way: str, one: Mapping[str, Any]) -> str:
     busiest = max(one["lanes"], key=one["lanes"].get)
     speed, share = f"{one['tokens_per_second']:8.2f} tokens/s", f"floor {one['share_of_the_floor']:.0%}"
-    return f"{way:28} {speed}   {one['seconds_of_a_step']:.3f} s a step   {share}   {busiest} {one['lanes'][busiest]:.0%}"
+    there = "" if one["chosen_there"] is None else f"   {one['chosen_there']:.0%} of the chosen was there"
+    lane = f"{busiest} {one['lanes'][busiest]:.0%}"
+    return f"{way:28} {speed}   {one['seconds_of_a_step']:.3f} s a step   {share}   {lane}{there}"
 
 
 if __name__ == "__main__":
