@@ -10,8 +10,8 @@ out, because it records. Ways take turns, each opened anew. A way's line names i
 that worked.
 
 What heads and steps of a real model choose is alike, and of random weights it is not. `--heads-alike` is the share of queries
-and keys that all heads of a layer have in common, and `--steps-alike` that of what tokens bring into the first layer. Lines tell
-how much of the chosen was not brought, since several heads or the step before had it: to be held beside a real model.
+and keys that all heads of a layer have in common, and `--steps-alike` that of what tokens bring into the first layer. Lines
+tell how much of the chosen was not brought, since several heads or the step before had it: to be held beside a real model.
 
 `floor` is the time in which a step could read, at the measured rates of memory and disk, the weights of each batch, and of the
 KV what it attends, with the index of its keys.
@@ -213,11 +213,13 @@ def floor_of(spec: ModelSpec, way: Mapping[str, Any], args: argparse.Namespace, 
 
 def lanes_of(run: BlockRun, first: int) -> dict[str, float]:
     """The share of the time of the steps from this one on in which each lane had work."""
-    spans = [span for span in run.trace.spans if span.key.step >= first]
-    took = max(span.end for span in spans) - min(span.start for span in spans)
+    spans = sorted((span for span in run.trace.spans if span.key.step >= first), key=lambda span: span.start)
+    begun, ended = spans[0].start, max(span.end for span in spans)
     worked: defaultdict[str, float] = defaultdict(float)
-    for span in spans:
-        worked[span.lane] += (span.end - span.start) / took
+    until: defaultdict[str, float] = defaultdict(lambda: begun)
+    for span in spans:  # what a lane does may overlap
+        worked[span.lane] += max(span.end - max(span.start, until[span.lane]), 0) / (ended - begun)
+        until[span.lane] = max(span.end, until[span.lane])
     return dict(worked)
 
 
@@ -231,7 +233,7 @@ def rates_of(args: argparse.Namespace) -> dict[str, float]:
     """Bytes per second that a sum reads from memory, and that reads of large pieces bring from the disk."""
     with TemporaryDirectory(dir=args.offload_dir) as folder:
         disk = offload_rates(Path(folder), DISK_BYTES, 3)[1] if args.kv == "disk" else inf
-    return {"memory": memory_read_rate(), "disk": disk}
+    return {"memory": max(memory_read_rate() for _ in range(3)), "disk": disk}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
