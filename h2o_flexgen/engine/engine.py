@@ -435,7 +435,7 @@ class Engine:
                 measures.moved_bytes, measures.moved_by_op = sum_by_kind(executor.moved_bytes), executor.moved_by_op
                 skipped = (*(weights.skipped_bytes for weights in self._weights), *(each.kv.skipped_bytes for each in own))
                 measures.skipped_bytes = sum(skipped, Counter())
-                del executor  # its actions know `state`, which asks it: a circle would keep weights until memory is searched
+                actions.clear()  # they know `state`, which knows the executor: a circle would keep weights for long
 
     def _count_graphs(self, graphs: StepGraphs | None, measures: _Measures) -> None:
         if graphs is not None:

@@ -62,7 +62,7 @@ class KVOptions:
         False,
         TRUTH,
         "",
-        "with --kv-recall and KV on disk: what a step has read stays in memory, and the next step reads only what is not there",
+        "with --kv-recall and KV on disk: what steps have read stays in memory, and the next step reads only what is not there",
         bare=True,
     )
 

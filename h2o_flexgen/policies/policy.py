@@ -108,7 +108,7 @@ class KVPolicy:
 
     def reused_tokens(self, layout: KVLayout) -> int:
         """The tokens of each row for which there is room in memory between the steps that read them."""
-        return self.choosing(layout.heads).most_brought(layout.slots) if self.reuses_read else 0
+        return self.choosing(layout.heads).kept(layout.slots) if self.reuses_read else 0
 
     @property
     def attends_all(self) -> bool:

@@ -18,7 +18,8 @@ RECALLED = 0.1  # the share that a search may take where it is allowed to
 ALL = 1.0  # the share with which nothing is chosen
 INDEX = BY_BITS[4]  # the format in which keys are compared with queries
 UNLIKE = 1 / 3  # of what a head chooses, the part that none before it has chosen, as measured
-REPEATED = 2 / 3  # of what a step brings, the part that the step before has brought, as measured
+ROOM = 2  # times what a step wants, for what steps before it have read
+REPEATED = 5 / 6  # of what a step wants, the part that is in this room, as measured
 FINENESS = 1e-9  # a tenth of 30 tokens is 3 of them, whatever a product of floating point says
 
 
@@ -33,7 +34,7 @@ class Choosing(NamedTuple):
     share: float
     heads: int  # that choose by themselves
     in_order: bool = True  # slots have the order of the text; else heads hold other tokens in them, and share no newest ones
-    reuses: bool = False  # what the step before has read is in memory
+    reuses: bool = False  # what steps before it have read is in memory
 
     @property
     def _newest(self) -> int:
@@ -71,6 +72,10 @@ class Choosing(NamedTuple):
         if not self.in_order:
             return chosen - own + others * (1 - (1 - own / others) ** self.heads)
         return float(min(self.most_brought(held), chosen + UNLIKE * (self.heads - 1) * own))
+
+    def kept(self, held: int) -> int:
+        """The tokens for which there is room in memory, where what steps have read stays there."""
+        return min(held - 1, ceil(ROOM * self._usually_wanted(held)))
 
     def page_groups_brought(self, held: int, tokens: int) -> float:
         """The page groups of so many tokens that a step is expected to bring: one comes whole if any of its tokens is chosen.

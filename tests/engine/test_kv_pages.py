@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -142,8 +143,24 @@ REUSING = Full(KVOptions(kv_recall=SHARE, kv_recall_reuse=True))
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:4])
-def test_what_the_step_before_has_read_is_not_read_again(width: int, disk: DiskTier) -> None:
-    read_less(width, disk)
+@pytest.mark.parametrize("has_room_for_all", [False, True])
+def test_what_was_read_before_is_not_read_again(has_room_for_all: bool, width: int, disk: DiskTier) -> None:
+    read_less(width, disk, has_room_for_all)
+
+
+def test_what_was_not_wanted_for_longest_makes_room(disk: DiskTier) -> None:
+    layout, width = layout_of(12), 12
+    region, every = torch.full((layout.reused_bytes(3),), 77, dtype=torch.uint8), numpy_of(filled(width))
+    read = TokensRead(region, layout, 3, disk)
+    for wanted, is_left in (("012", "012"), ("02", ""), ("0", ""), ("034", "34"), ("034", ""), ("1", "1"), ("123456", None)):
+        asked = np.isin(np.arange(SLOTS), [int(slot) for slot in wanted])[None]
+        image = np.full_like(every, UNSEEN)
+        left = read.bring(image, asked, [2])
+        found = "".join(map(str, left[0].nonzero()[0]))
+        assert found == is_left or (is_left is None and len(found) in (3, 4) and "1" not in found), (wanted, found)
+        here = asked[0] & ~left[0]
+        assert (image[:, 0, :, here] == every[:, 0, :, here]).all() and (image[:, 0, :, ~here] == UNSEEN).all()
+        read.take(every, left, [2])
 
 
 def test_what_was_read_of_another_row_in_its_place_is_found(disk: DiskTier) -> None:
@@ -154,35 +171,38 @@ def test_what_was_read_of_another_row_in_its_place_is_found(disk: DiskTier) -> N
             made(before, place)
 
     with patch.object(TokensRead, "forget", only_all), pytest.raises(AssertionError):
-        read_less(12, disk)
+        read_less(12, disk, has_room_for_all=True)
 
 
-def read_less(width: int, disk: DiskTier) -> None:
+def read_less(width: int, disk: DiskTier, has_room_for_all: bool) -> None:
     """Also of rows that move up. Of a row that begins in the place of another nothing is known."""
     layout, every, new = layout_of(width), filled(width), filled(width, 1)
-    most = REUSING.reused_tokens(layout)
+    most = SLOTS if has_room_for_all else REUSING.reused_tokens(layout)
     region = torch.full((layout.reused_bytes(most),), 77, dtype=torch.uint8)
     pages = KVPages(disk.alloc(layout.disk_bytes), layout, disk, TokensRead(region, layout, most, disk))
     lengths, rows = [70, 24, 51], [0, 1, 2]  # the number of each row among `every`
     pages.write(numpy_of(every), [RowRange(row, 0, length + STEP - 1) for row, length in enumerate(lengths)])
-    known: dict[int, set[int]] = {}
+    seen, last = defaultdict[int, set[int]](set), dict[int, set[int]]()  # of each row: in all steps, and in the last one
     for step in range(6):
         if step == 2:  # the first row has left
             pages.keep_rows([2, 1])
             rows, lengths = [2, 1], [51, 24]
         if step == 4:  # and one comes to its place
             pages.write(numpy_of(new), [RowRange(2, 0, 65 + STEP - 1)])
-            rows, lengths, every, known[0] = [2, 1, 0], [51, 24, 65], torch.cat((new[:, 2:], every[:, 1:]), 1), set()
+            rows, lengths, every, seen[0] = [2, 1, 0], [51, 24, 65], torch.cat((new[:, 2:], every[:, 1:]), 1), set()
         now = step_of(tuple(lengths))
-        choice, image = choice_of(now, 100 * width + step // 2), torch.full((2, ROWS, HEADS, SLOTS, width), UNSEEN)
+        choice, image = choice_of(now, 100 * width + step // 2 % 2), torch.full((2, ROWS, HEADS, SLOTS, width), UNSEEN)
         assert choice.slots is not None
         brought = pages.bring(numpy_of(image, writes=True), choice, REUSING)
-        left = 0
+        least = at_most = 0
         for place, (row, count) in enumerate(zip(rows, now.slots.counts)):
             wanted = {*choice.slots[place].flatten().tolist()} & {*range(count)}
             assert torch.equal(image[:, place, :, sorted(wanted)], every[:, row, :, sorted(wanted)])
-            left, known[row] = left + len(wanted - known.get(row, set())), wanted
+            least, at_most = least + len(wanted - seen[row]), at_most + len(wanted - (seen[row] & last.get(row, set())))
+            seen[row], last[row] = seen[row] | wanted, wanted
         most_of_all = sum(REUSING.choosing(HEADS).most_brought(count + 1) for count in now.slots.counts)
+        left = brought.moved // layout.row_bytes
+        assert left == least if has_room_for_all else least <= left <= at_most
         assert brought == (left * layout.row_bytes, (most_of_all - left) * layout.row_bytes)
         assert not left if step % 2 else left > 0
 

@@ -30,6 +30,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 
 Pair = tuple[numpy.ndarray, numpy.ndarray]
 NOWHERE = -1  # instead of the number of a slot
+NEVER_WANTED = 2**31 - 1  # more steps than any row has
 
 
 class Brought(NamedTuple):
@@ -38,20 +39,21 @@ class Brought(NamedTuple):
 
 
 class TokensRead:
-    """The tokens of each row that the last step has read, in memory: the next one reads only others. Rows are known by their
-    places on disk."""
+    """The tokens of each row that steps have read, in memory: the next one reads only others. What was not wanted for longest
+    makes room. Rows are known by their places on disk."""
 
     def __init__(self, region: Tensor, layout: KVLayout, most: int, disk: DiskTier) -> None:
         """`region`: room for so many tokens of each row."""
         self._disk, self._most, middle = disk, most, layout.rows * most * SLOT_NUMBER_BYTES
-        self._slots = numpy_of(region[:middle].view(torch.int64), writes=True).reshape(layout.rows, most)
+        numbers = numpy_of(region[:middle].view(torch.int32), writes=True).reshape(2, layout.rows, most)
+        self._slots, self._idle = numbers  # steps in which it was not wanted
         values = region[middle : layout.reused_bytes(most)]
         self._values = numpy_of(values, writes=True).reshape(layout.rows, most * layout.row_bytes)
         self.forget()
 
     def forget(self, place: int | slice = slice(None)) -> None:
         """Forgets the tokens of a row, or of all."""
-        self._slots[place] = NOWHERE
+        self._slots[place], self._idle[place] = NOWHERE, NEVER_WANTED
 
     def bring(self, image: numpy.ndarray, wanted: numpy.ndarray, places: Sequence[int]) -> numpy.ndarray:
         """Copies those of the wanted tokens (rows, slots) that are here to an image. Returns the others."""
@@ -60,13 +62,14 @@ class TokensRead:
         return left
 
     def take(self, image: numpy.ndarray, read: numpy.ndarray, places: Sequence[int]) -> None:
-        """Takes the tokens (rows, slots) that were read, in place of those that were not wanted."""
+        """Takes the tokens (rows, slots) that were read, in place of those that were not wanted for longest."""
         self._disk.files.each(lambda row: self._take_row(image, row, places[row], read[row]), range(len(read)))
 
     def _bring_row(self, image: numpy.ndarray, row: int, place: int, left: numpy.ndarray) -> None:
         own = self._slots[place]
         is_wanted = (own != NOWHERE) & left[own]
-        own[~is_wanted] = NOWHERE
+        self._idle[place] += own != NOWHERE
+        self._idle[place, is_wanted] = 0
         entries = is_wanted.nonzero()[0]
         slots = own[entries]
         for there, here in self._by_head(image, row, place):
@@ -74,9 +77,11 @@ class TokensRead:
         left[slots] = False
 
     def _take_row(self, image: numpy.ndarray, row: int, place: int, read: numpy.ndarray) -> None:
-        own, slots = self._slots[place], read.nonzero()[0]
-        entries = (own == NOWHERE).nonzero()[0][: len(slots)]
-        own[entries] = slots
+        own, idle, slots = self._slots[place], self._idle[place], read.nonzero()[0][: self._most]
+        entries = numpy.arange(self._most)
+        if len(slots) < self._most:
+            entries = idle.argpartition(-len(slots) - 1)[self._most - len(slots) :]
+        own[entries], idle[entries] = slots, 0
         for there, here in self._by_head(image, row, place):
             here[entries] = there[slots]
 
