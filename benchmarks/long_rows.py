@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from collections import defaultdict
@@ -42,6 +43,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
+from benchmarks.comparison.comparison import commit
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.kernels.native import in_use
@@ -272,17 +274,50 @@ def main(argv: Sequence[str]) -> int:
             for way in args.ways:
                 found[way].append(one := measured(folder, WAYS[way], args, rates))
                 print(told(way, one), flush=True)
-    speeds = {way: statistics.median(one["tokens_per_second"] for one in each) for way, each in found.items()}
-    asked = {name: value for name, value in vars(args).items() if name not in ("output", "offload_dir")}
-    result: dict[str, Any] = {
-        "machine": describe_machine(open_device("cpu")),
-        "kernels": in_use(),
+    tell(document_of(args, found, rates), args.output)
+    return 0
+
+
+def document_of(args: argparse.Namespace, found: Mapping[str, Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> Any:
+    """In the form that scripts/readme_results.py makes a table of."""
+    asked = {name: value for name, value in vars(args).items() if name not in ("output", "offload_dir") and value is not None}
+    rows = args.rows * args.batches
+    where = "memory" if args.kv == "memory" else "the disk"
+    alike = f"{args.heads_alike:.0%} and {args.steps_alike:.0%} alike"
+    return {
+        "title": f"{args.layers} layers of Qwen3-8B behind {rows} rows of {args.tokens} tokens, KV in {where}, {alike}",
+        "machine": {**describe_machine(open_device("cpu")), "kernels": in_use()},
+        "command": shlex.join(["python", "benchmarks/long_rows.py", *words_of(asked)]),
+        "commit": commit(),
+        "ceiling": f"weights, index and attended KV at {spoken(rates)}",
+        "unit": "tokens/s",
+        "higher_is_better": True,
+        "rows": [
+            {"name": name_of(way, runs), "measured": middle(runs, "tokens_per_second"), "ceiling": rows / middle(runs, "floor")}
+            for way, runs in found.items()
+        ],
         "arguments": asked,
         "bytes_per_second": rates,
         "runs": found,
     }
-    tell({**result, "tokens_per_second": speeds}, args.output)
-    return 0
+
+
+def words_of(asked: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in asked.items():
+        yield f"--{name.replace('_', '-')}"
+        yield from map(str, value if isinstance(value, list) else [value])
+
+
+def spoken(rates: Mapping[str, float]) -> str:
+    return " and ".join(f"{rate / 1e9:.1f} GB/s of {what}" for what, rate in rates.items() if rate < inf)
+
+
+def middle(runs: Sequence[Mapping[str, Any]], figure: str) -> float:
+    return statistics.median(run[figure] for run in runs)
+
+
+def name_of(way: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    return way if runs[0]["chosen_there"] is None else f"{way} ({middle(runs, 'chosen_there'):.0%} of the chosen was there)"
 
 
 def told(way: str, one: Mapping[str, Any]) -> str:
