@@ -151,6 +151,12 @@ class _Measures:
         self.clock = now
         self.tokens += tokens
 
+    def take(self, ran: Executor) -> None:
+        """Takes what an executor has counted."""
+        self.trace = ran.trace
+        self.lane_seconds = longest_by_kind(ran.lane_seconds)
+        self.moved_bytes, self.moved_by_op = sum_by_kind(ran.moved_bytes), ran.moved_by_op
+
 
 @dataclass(frozen=True)
 class _Listening:
@@ -428,11 +434,9 @@ class Engine:
             try:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
-                measures.trace = executor.trace
+                measures.take(executor)
                 self._count_graphs(state.graphs, measures)
                 measures.drafted = Drafted.total(batch.drafted for batch in alive)
-                measures.lane_seconds = longest_by_kind(executor.lane_seconds)
-                measures.moved_bytes, measures.moved_by_op = sum_by_kind(executor.moved_bytes), executor.moved_by_op
                 skipped = (*(weights.skipped_bytes for weights in self._weights), *(each.kv.skipped_bytes for each in own))
                 measures.skipped_bytes = sum(skipped, Counter())
                 actions.clear()  # they know `state`, which knows the executor: a circle would keep weights for long
