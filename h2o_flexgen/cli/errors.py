@@ -85,17 +85,15 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         sys.stdout.flush()  # a reader that has gone shows here, and not when the interpreter ends
     except SystemExit as ended:  # raised by argparse for --help or a wrong flag
         return UNREAD if _is_unread() else int(ended.code or 0)
-    except EndedBySignal as end:
-        _say(end.word)
-        return end.status
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(interrupt)
     except Exception as error:
         if _is_about_output(error):
             _is_unread()
             return UNREAD
         line = line_of(error)
+        if line is None and (behind := _interrupt_behind(error)) is not None:
+            return _interrupted(behind)
         if line is None:
             raise
         if level >= TRACEBACK:
@@ -103,6 +101,20 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         _say(f"error: {line}")
         return FAILED
     return 0
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> int:
+    if isinstance(interrupt, EndedBySignal):
+        _say(interrupt.word)
+        return interrupt.status
+    _say("interrupted")
+    return INTERRUPTED
+
+
+def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt that was handled when the error was raised. One that comes while a lock is taken or left, as by
+    `Event.wait`, makes Python raise an error about that lock in its place."""
+    return next((one for one in contexts(error) if isinstance(one, KeyboardInterrupt)), None)
 
 
 def _open_what_is_closed() -> None:

@@ -1,14 +1,17 @@
 """Interrupts that Python drops, and the errors that led to an error. A signal is raised as an error in whatever code runs at
 that moment. If that is a `__del__`, or a callback of a weak reference, of the garbage collector or of ctypes, Python prints the
-error and continues as if there had been no signal. Here it is raised again, in the code that continues."""
+error and continues as if there had been no signal. Here it is raised again, in the code that continues. And Python answers a
+signal in the main thread's code alone: a signal that comes just before this thread falls asleep does not wake it. Here it is
+woken, until its code has gone on."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -33,11 +36,14 @@ def _chain(error: BaseException | None, behind: Callable[[BaseException], BaseEx
 
 
 SOON_SECONDS = 0.001  # by then the code that dropped it has mostly ended; if not, it is dropped and raised once more
+AGAIN_SECONDS = 0.05  # between two calls: each may come at a moment at which it has no effect
+CAN_CALL = hasattr(signal, "SIGURG") and hasattr(signal, "pthread_kill")
 
 
 @contextmanager
 def raised_again() -> Iterator[None]:
-    """A context in which an interrupt that is dropped is raised again: soon, or else at the end."""
+    """A context in which a signal wakes the main thread, and an interrupt that is dropped is raised again: soon, or else at the
+    end."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread is interrupted
         yield
         return
@@ -52,34 +58,36 @@ def raised_again() -> Iterator[None]:
 
 class _Dropped:
     """The interrupt that was dropped last, until it is raised again. Python tells a hook what it drops. An error that the hook
-    raises is dropped too, so the hook sets a timer."""
+    raises is dropped too, so the hook has the main thread called."""
 
     def __init__(self, hook: Callable[[Any], object]) -> None:
         self._hook = hook  # that was there before
         self._error: KeyboardInterrupt | None = None
         self._has_ended = False
-        self._handler: Any = None  # of the timer's signal, that was there before
 
     def begin(self) -> None:
-        if hasattr(signal, "setitimer"):
-            self._handler = signal.signal(signal.SIGALRM, self._alarm)
+        self._caller = _Caller(self._called) if CAN_CALL else None
         sys.unraisablehook = self._notice
 
     def end(self) -> None:
         self._has_ended = True
         sys.unraisablehook = self._hook
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, self._handler)
+        if self._caller is not None:
+            self._caller.end()
 
     def raise_it(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _alarm(self, number: int, frame: FrameType | None) -> None:
-        """Raises it, unless an interrupt is handled now: what is cleaned up is not disturbed."""
-        if not self._has_ended and not any(isinstance(error, KeyboardInterrupt) for error in contexts(sys.exc_info()[1])):
+    def _called(self, number: int, frame: FrameType | None) -> None:
+        """Raises it, unless an interrupt is handled now: what is cleaned up is not disturbed. The next call looks again. The
+        last one finds that nothing is left to raise."""
+        if self._has_ended or self._caller is None:
+            return
+        if self._error is None:
+            self._caller.is_answered = True
+        elif not any(isinstance(error, KeyboardInterrupt) for error in contexts(sys.exc_info()[1])) and not _notices(frame):
             self.raise_it()
 
     def _notice(self, unraisable: Any) -> None:
@@ -94,5 +102,57 @@ class _Dropped:
     def _keep(self, error: KeyboardInterrupt) -> None:
         """Keeps one of the same kind: the error itself would keep what its frames hold."""
         self._error = type(error)(*error.args)
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, SOON_SECONDS)
+        if self._caller is not None:
+            self._caller.call()
+
+
+def _notices(frame: FrameType | None) -> bool:
+    """Whether this code is the hook's, or is called by it. What is raised there is lost."""
+    while frame is not None and frame.f_code is not _Dropped._notice.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+class _Caller:
+    """Calls the main thread when a signal has come, until that answers. Python writes into a socket which signals come, at once
+    and from any thread. A thread reads it, and calls by a signal that is ignored where nothing handles it any more. A timer's
+    signal would end the process there, and where a library has taken its handler."""
+
+    def __init__(self, called: Callable[[int, FrameType | None], None]) -> None:
+        self.is_answered = True
+        self._main = threading.main_thread().ident or 0
+        self._hears, self._says = socket.socketpair()
+        self._says.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._handler = signal.signal(signal.SIGURG, called)
+        self._before = signal.set_wakeup_fd(self._says.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+
+    def call(self) -> None:
+        with suppress(BlockingIOError):  # what is not read yet will do
+            self._says.send(b"\0")
+
+    def end(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        self._says.close()
+        try:
+            self._thread.join()
+        finally:
+            signal.signal(signal.SIGURG, self._handler)
+
+    def _listen(self) -> None:
+        calls = bytes([signal.SIGURG])
+        with self._hears:
+            while True:
+                try:
+                    heard = self._hears.recv(64)
+                except TimeoutError:
+                    self._hears.settimeout(None if self.is_answered else AGAIN_SECONDS)
+                    if not self.is_answered:
+                        signal.pthread_kill(self._main, signal.SIGURG)
+                    continue
+                if not heard:
+                    return
+                if heard.strip(calls):
+                    self.is_answered = False
+                    self._hears.settimeout(SOON_SECONDS)

@@ -7,12 +7,16 @@ import gc
 import os
 import signal
 import sys
+import threading
 import weakref
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from io import StringIO
-from threading import Event
+from operator import methodcaller
+from threading import Event, Lock
 from types import ModuleType
 
 import pytest
@@ -151,10 +155,131 @@ def test_a_signal_that_python_has_dropped_ends_the_code_that_goes_on(
         Event().wait(PATIENCE_SECONDS)
         reached.append("its end")
 
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGURG)
     assert exit_status(_args, work) == 128 + number
     assert reached == [] and dropped == []
-    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGURG) == before
+
+
+LIBRARY = ctypes.CDLL(None)
+
+
+def _until_called() -> None:
+    LIBRARY.sleep(int(PATIENCE_SECONDS))
+
+
+def _at_once(*calls: Callable[[], object]) -> None:
+    """Between these calls no code of Python runs, and so no signal is answered where they are written in C."""
+    deque(map(methodcaller("__call__"), calls), maxlen=0)
+
+
+def _asleep(reached: list[str]) -> tuple[Callable[[], object], ...]:
+    """Calls in C: the main thread sleeps, and says so if no signal has ended that."""
+    lock = Lock()
+    lock.acquire()
+    return partial(lock.acquire, True, PATIENCE_SECONDS), partial(reached.append, "its end")
+
+
+def test_a_call_that_comes_just_before_the_main_thread_falls_asleep_is_followed_by_another(dropped: list[object]) -> None:
+    reached: list[str] = []
+
+    def work(_: Namespace) -> None:
+        drop = partial(_in_del, lambda: signal.raise_signal(signal.SIGTERM))
+        _at_once(drop, partial(LIBRARY.sleep, int(PATIENCE_SECONDS)), *_asleep(reached))
+
+    assert exit_status(_args, work) == 128 + signal.SIGTERM
+    assert reached == [] and dropped == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_comes_just_before_the_main_thread_falls_asleep_wakes_it(number: int, dropped: list[object]) -> None:
+    reached: list[str] = []
+    threads = set(threading.enumerate())
+
+    def work(_: Namespace) -> None:
+        _at_once(partial(getattr(LIBRARY, "raise"), number), *_asleep(reached))
+
+    assert exit_status(_args, work) == 128 + number
+    assert reached == [] and dropped == []
+    assert signal.set_wakeup_fd(-1) == -1 and set(threading.enumerate()) == threads
+
+
+def test_a_signal_that_another_thread_hears_wakes_the_main_thread(dropped: list[object]) -> None:
+    reached: list[str] = []
+    gate = Lock()
+    gate.acquire()
+
+    def hear() -> None:
+        gate.acquire()
+        getattr(LIBRARY, "raise")(signal.SIGTERM)  # to this thread
+
+    def work(_: Namespace) -> None:
+        threading.Thread(target=hear).start()
+        _at_once(gate.release, *_asleep(reached))
+
+    assert exit_status(_args, work) == 128 + signal.SIGTERM
+    assert reached == [] and dropped == []
+
+
+def test_a_signal_that_was_dropped_while_another_was_handled_is_raised_behind_that(dropped: list[object]) -> None:
+    reached: list[str] = []
+
+    def work(_: Namespace) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            _in_del(lambda: signal.raise_signal(signal.SIGTERM))
+            _until_called()
+            reached.append("the end of the handling")
+        Event().wait(PATIENCE_SECONDS)
+        reached.append("its end")
+
+    assert exit_status(_args, work) == 128 + signal.SIGTERM
+    assert reached == ["the end of the handling"] and dropped == []
+
+
+def test_a_signal_that_is_dropped_long_after_it_came_ends_the_code_that_goes_on(dropped: list[object]) -> None:
+    reached: list[str] = []
+
+    def slowly() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            _until_called()  # and answered: nothing has been dropped yet
+
+    def work(_: Namespace) -> None:
+        _in_del(slowly)
+        Event().wait(PATIENCE_SECONDS)
+        reached.append("its end")
+
+    assert exit_status(_args, work) == 128 + signal.SIGTERM
+    assert reached == [] and dropped == []
+
+
+def test_a_signal_is_not_lost_where_python_tells_meanwhile_what_else_it_drops(
+    monkeypatch: pytest.MonkeyPatch, dropped: list[object]
+) -> None:
+    reached: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: _until_called())
+
+    def work(_: Namespace) -> None:
+        _in_del(lambda: signal.raise_signal(signal.SIGTERM))
+        _in_del(lambda: {}["nothing"])
+        Event().wait(PATIENCE_SECONDS)
+        reached.append("its end")
+
+    assert exit_status(_args, work) == 128 + signal.SIGTERM and reached == []
+
+
+def test_a_signal_that_comes_where_a_lock_is_left_is_told_in_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(_: Namespace) -> None:
+        lock = Lock()
+        with lock:
+            lock.release()  # as a condition does before it waits
+            signal.raise_signal(signal.SIGTERM)
+
+    assert exit_status(_args, work) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "terminated\n"
 
 
 def test_a_signal_that_is_dropped_last_of_all_ends_the_command_too(dropped: list[object]) -> None:
