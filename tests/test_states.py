@@ -4,7 +4,7 @@ what is foreseen; a state that is another one's, or of another step, is found.""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,13 +20,14 @@ from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.engine.stores.row_stores import OpenStates, StateStore
 from h2o_flexgen.engine.stores.states_of_visits import EchoedStates, StatesInPassing
 from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.new_tokens import RowStates
-from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans, StateRooms
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.plan import BFLOAT16, STATE_DTYPES, Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.sampling.params import SamplingParams
@@ -380,29 +381,34 @@ def test_what_is_held_on_each_tier_is_what_is_counted(checkpoints: Checkpoints, 
 
 
 @pytest.mark.parametrize("device", ["cpu", "pretended"])
-def test_layers_without_states_take_no_buffers_for_them(
+def test_layers_take_no_buffers_for_what_they_have_not(
     device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of eight layers have some. All that is allocated is counted, and no more."""
-    case, made = Case("qwen3-5-moe", ON_DISK, EQUAL, num_gpu_batches=1, buffers=4, device=device), []
-    allocate = StateStore._allocate_rings
+    """Of eight layers two have states, and one has KV. All that is allocated is counted, and no more."""
+    case = Case("qwen3-5-moe", ON_DISK, EQUAL, num_gpu_batches=1, buffers=4, device=device)
+    made: dict[str, list[int]] = {}
 
-    def noted(store: StateStore, held: ExitStack, rooms: StateRooms) -> None:
-        allocate(store, held, rooms)
-        rings = store._host_ring, store._device_ring
-        made.append([[ring[place].nbytes for place in range(len(ring))] for ring in rings])
+    def noting(name: str, allocate: Callable[..., None]) -> Callable[..., None]:
+        def allocate_and_note(store: StateStore | KVStore, *given: Any) -> None:
+            allocate(store, *given)
+            held = [[ring[place].nbytes for place in range(len(ring))] for ring in (store._host_ring, store._device_ring)]
+            staged = getattr(store, "_staging", None)
+            made[name] = [len(held[0]), sum(held[0]) + (0 if staged is None else staged.nbytes), len(held[1]), sum(held[1])]
 
-    monkeypatch.setattr(StateStore, "_allocate_rings", noted)
+        return allocate_and_note
+
+    monkeypatch.setattr(StateStore, "_allocate_rings", noting("state buffers", StateStore._allocate_rings))
+    monkeypatch.setattr(KVStore, "_allocate", noting("KV buffers", KVStore._allocate))
     with case.open(checkpoints, offload) as llm:
         planned = llm.check(Workload(case.lengths, case.gen_len))
         compare(case, checkpoints, *generate_with(llm, case))
         said = lines_of(PlanReport.of(llm.loaded, planned).entries())
-    schedule = planned.blocks.first.schedule
-    assert any(" 4 buffers for weights, 5 for KV and activations and 2 for states," in line for line in said)
-    assert schedule.buffers_of(Data.STATE) == 2 < schedule.buffers == 5
-    assert [*map(len, made[-1])] == [2, 2 * (device != "cpu")]
-    counted = [planned.footprint.parts.get(tier, {}).get("state buffers", 0) for tier in (HOST, DEVICE)]
-    assert [*map(sum, made[-1])] == counted
+    schedule, on_device = planned.blocks.first.schedule, 2 * (device != "cpu")
+    assert any(" 4 buffers for weights, 2 for KV and states and 5 for activations," in line for line in said)
+    assert [schedule.buffers_of(data) for data in (Data.KV, Data.STATE, Data.HIDDEN)] == [2, 2, 5]
+    for name in ("KV buffers", "state buffers"):
+        on_host, there = (planned.footprint.parts.get(tier, {}).get(name, 0) for tier in (HOST, DEVICE))
+        assert made[name] == [2, on_host, on_device, there]
 
 
 def test_states_in_bf16_take_half_of_what_is_held_and_moved(checkpoints: Checkpoints, offload: Path) -> None:

@@ -26,7 +26,7 @@ class FlexGenBarrier(BlockOrder):
 
     def tasks(self) -> Iterator[Task]:
         issue = Issuer(self)
-        before = [*issue.fetched(Data.WEIGHTS, 0), *issue.of_rows(*range(self.rows_ahead))]
+        before = [*issue.fetched(Data.WEIGHTS, 0), *issue.of_rows(*range(self.rows_ahead()))]
         yield from before
         for number in range(self.traffic.visits):
             barrier = tuple(task.key for task in before)
@@ -48,9 +48,8 @@ class FlexGenBarrier(BlockOrder):
             yield from issue.stored(number - 1)
         if number % batches == 0:
             yield from issue.fetched(Data.WEIGHTS, number + batches)
-        yield from issue.of_rows(number + self.rows_ahead)
+        yield from issue.of_rows(number + self.rows_ahead())
         yield from issue.fetched(Data.HIDDEN, number + min(1, batches - 1))
 
-    @property
-    def rows_ahead(self) -> int:
+    def rows_ahead(self, device: int = 0) -> int:
         return min(1, self.traffic.layers * self.traffic.batches - 1)

@@ -12,8 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
-from h2o_flexgen.schedule.ops import OF_ROWS, Data, Task, Visit
+from h2o_flexgen.schedule.ops import Data, Task, Visit
 from h2o_flexgen.schedule.schedule import Issuer, Schedule
 
 
@@ -94,11 +95,13 @@ class Pipeline(Schedule):
         batches = self.groups[group].start if group < len(self.groups) else self.traffic.batches
         return min(step * self.traffic.batches + batches, self.traffic.steps * self.traffic.batches) * len(self.ranges[device])
 
-    def _own_number(self, visit: Visit) -> int:
-        """The number of a visit among those of its device."""
+    def own_number(self, visit: Visit) -> int:
         layers, group = self.ranges[self.traffic.lanes.device(visit.layer)], self._group_of[visit.batch]
         before = (visit.step * self.traffic.batches + self.groups[group].start) * len(layers)
         return before + (visit.layer - layers.start) * len(self.groups[group]) + visit.batch - self.groups[group].start
+
+    def own_period(self, device: int) -> int:
+        return len(self.ranges[device]) * self.traffic.batches
 
     def _own_visit(self, device: int, number: int) -> Visit | None:
         """The visit of this number among those of a device; None after the last."""
@@ -111,9 +114,8 @@ class Pipeline(Schedule):
         return Visit(step, layers.start + layer, group.start + place)
 
     def ways(self, *moved: Data, batches: int = 1) -> int:
-        """The most there can be: devices have different numbers of layers. KV and states have buffers of the same numbers."""
-        of_weights, of_rows = Data.WEIGHTS in moved, not {*OF_ROWS}.isdisjoint(moved)
-        return (self.weight_buffers if of_weights else 1) * (self.buffers if of_rows else 1)
+        """The most there can be: devices have different numbers of layers."""
+        return prod(map(self.buffers_of, moved))
 
     def weight_number(self, step: int, layer: int, batch: int) -> int:
         layers = self.ranges[self.traffic.lanes.device(layer)]
@@ -121,9 +123,6 @@ class Pipeline(Schedule):
 
     def weight_batch(self, batch: int) -> int:
         return self.groups[self._group_of[batch]].start
-
-    def buffer_of(self, data: Data, visit: Visit) -> int:
-        return self.weight_buffer(visit) if data is Data.WEIGHTS else self._own_number(visit) % self.buffers
 
     @property
     def buffers(self) -> int:
@@ -142,7 +141,7 @@ class Pipeline(Schedule):
         for device in range(len(self.ranges)):
             for ahead in range(self.traffic.buffers - 1):
                 yield from self._weights(issue, device, ahead)
-            yield from self._kv(issue, device, *range(self._kv_ahead(device)))
+            yield from self._kv(issue, device, *range(self.rows_ahead(device)))
         for number in range(self._rounds):
             for turn in self._turns(number):
                 yield from self._turn(issue, *turn)
@@ -157,14 +156,14 @@ class Pipeline(Schedule):
             visit = self.visit(number)
             if self.begins_pass(visit.batch):
                 yield from self._weights(issue, device, self.weight_number(*visit) + self.traffic.buffers - 1)
-            yield from self._kv(issue, device, self._own_number(visit) + self._kv_ahead(device))
+            yield from self._kv(issue, device, self.own_number(visit) + self.rows_ahead(device))
             yield from issue.fetched(Data.HIDDEN, *visits[place + ahead : place + ahead + 1])
             yield from issue.computed(number)
             yield from issue.stored(number)
 
-    def _kv_ahead(self, device: int) -> int:
-        """Visits of the device: any further, a fetch of KV would overtake its own store."""
-        return min(self.traffic.buffers, len(self.ranges[device]) * self.traffic.batches) - 1
+    def rows_ahead(self, device: int = 0) -> int:
+        """Any further, a fetch of KV or of a state would overtake its own store."""
+        return min(self.traffic.buffers, self.own_period(device)) - 1
 
     def _weights(self, issue: Issuer, device: int, number: int) -> Iterator[Task]:
         """Fetches a layer for a group; `number` counts what the device does with its weights."""

@@ -24,6 +24,13 @@ class RowByRow(Schedule):
     def number(self, step: int, layer: int, batch: int) -> int:
         return (batch * self.traffic.steps + step) * self.traffic.layers + layer
 
+    def own_period(self, device: int) -> int:
+        return self.traffic.layers
+
+    def rows_ahead(self, device: int = 0) -> int:
+        """Any further, a fetch of KV or of a state would overtake its own store."""
+        return min(self.traffic.buffers, self.traffic.layers) - 1
+
     def weight_number(self, step: int, layer: int, batch: int) -> int:
         return self.number(step, layer, batch)
 
@@ -32,7 +39,7 @@ class RowByRow(Schedule):
 
     def tasks(self) -> Iterator[Task]:
         issue, ahead = Issuer(self), self.traffic.buffers - 1
-        rows_ahead = min(ahead, self.traffic.layers - 1)
+        rows_ahead = self.rows_ahead()
         yield from issue.fetched(Data.WEIGHTS, *range(ahead))
         yield from issue.of_rows(*range(rows_ahead))
         for number in range(self.traffic.visits):

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -39,6 +40,26 @@ class Touch(NamedTuple):
     ring: str
     buffer: int
     user: int
+
+
+class RingUsers(NamedTuple):
+    """The visits that may use a ring of a device, where not all do."""
+
+    numbers: Mapping[int, int]  # by their places in a period of visits, which comes again and again
+    period: int
+    buffers: int
+
+    @classmethod
+    def of(cls, places: Collection[int], period: int, window: int, more: int) -> RingUsers:
+        """There is a buffer for each user among so many visits that follow each other, and as many `more`."""
+        found = sorted(places)
+        again = [*found, *(place + period for place in found)]
+        at_once = max(bisect_left(again, place + window) - number for number, place in enumerate(found))
+        return cls({place: number for number, place in enumerate(found)}, period, at_once + more)
+
+    def buffer(self, visit: int) -> int:
+        periods, place = divmod(visit, self.period)
+        return (periods * len(self.numbers) + self.numbers[place]) % self.buffers
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,18 @@ class Schedule(ABC):
 
     @abstractmethod
     def number(self, step: int, layer: int, batch: int) -> int: ...
+
+    def own_number(self, visit: Visit) -> int:
+        """The number of a visit among those of its device."""
+        return self.number(*visit)
+
+    @abstractmethod
+    def own_period(self, device: int) -> int:
+        """Visits of a device, after which the same layers come again in the same order."""
+
+    @abstractmethod
+    def rows_ahead(self, device: int = 0) -> int:
+        """Visits of a device between the one for which KV and states are fetched and the one that is computed."""
 
     @abstractmethod
     def weight_number(self, step: int, layer: int, batch: int) -> int:
@@ -123,12 +156,38 @@ class Schedule(ABC):
     # -- what is where -----------------------------------------------------------------------------------------------
 
     def buffers_of(self, data: Data) -> int:
-        """Buffers of each ring of a kind of data."""
-        return self.weight_buffers if data is Data.WEIGHTS else self.buffers
+        """Buffers of each ring of a kind of data; of several devices, of the one that has most."""
+        if data is Data.WEIGHTS:
+            return self.weight_buffers
+        return max((users.buffers for (own, _), users in self._users.items() if own is data), default=self.buffers)
 
     def buffer_of(self, data: Data, visit: Visit) -> int:
         """The buffer through which data of a visit passes, in each of its rings."""
-        return self.weight_buffer(visit) if data is Data.WEIGHTS else self.number(*visit) % self.buffers
+        if data is Data.WEIGHTS:
+            return self.weight_buffer(visit)
+        number, users = self.own_number(visit), self._users.get((data, self.traffic.lanes.device(visit.layer)))
+        return number % self.buffers if users is None else users.buffer(number)
+
+    @cached_property
+    def _users(self) -> Mapping[tuple[Data, int], RingUsers]:
+        """The visits that have KV, and those that have states, on each device: others take no buffer for them. It is so in
+        models with states. What rests in memory counts as well, so that the number of buffers does not depend on shares."""
+        lanes, found = self.traffic.lanes, defaultdict[tuple[Data, int], set[int]](set)
+        homes = {Data.KV: self.traffic.kv, Data.STATE: self.traffic.state} if self.traffic.state else {}
+        for data, places in homes.items():
+            for layer, batch in places:
+                device = lanes.device(layer)
+                found[data, device].add(self.own_number(Visit(0, layer, batch)) % self.own_period(device))
+        return {
+            (data, device): self._among(device, own if (Data.STATE, device) in found else range(self.own_period(device)))
+            for (data, device), own in found.items()
+        }
+
+    def _among(self, device: int, places: Collection[int]) -> RingUsers:
+        """The users that can be fetched for and computed at once have a buffer each. There are as many more as where all
+        visits are users."""
+        window = self.rows_ahead(device) + 1
+        return RingUsers.of(places, self.own_period(device), window, self.buffers - window)
 
     def weight_buffer(self, visit: Visit) -> int:
         return self.weight_number(*visit) % self.weight_buffers
@@ -176,40 +235,10 @@ class Schedule(ABC):
             yield Touch(self._own("hidden.found", layer), batch, step)
 
 
-class RingUsers(NamedTuple):
-    """The visits of a step that may use a ring, where not all do."""
-
-    numbers: Mapping[tuple[int, int], int]  # of their layers and batches, in the order of visits
-    buffers: int
-
-    def buffer(self, visit: Visit) -> int:
-        return (visit.step * len(self.numbers) + self.numbers[visit.layer, visit.batch]) % self.buffers
-
-
 @dataclass(frozen=True)
 class BlockOrder(Schedule):
-    @property
-    @abstractmethod
-    def rows_ahead(self) -> int:
-        """Visits between the one for which KV and states are fetched and the one that is computed."""
-
-    def buffers_of(self, data: Data) -> int:
-        return self._of_states.buffers if data is Data.STATE else super().buffers_of(data)
-
-    def buffer_of(self, data: Data, visit: Visit) -> int:
-        return self._of_states.buffer(visit) if data is Data.STATE else super().buffer_of(data, visit)
-
-    @cached_property
-    def _of_states(self) -> RingUsers:
-        """Visits of layers without states take no buffer. There is one for each visit with states that can be fetched for and
-        computed at once, and as many more as where all visits have some. What rests in memory counts as well, so that the
-        number does not depend on shares."""
-        traffic, window = self.traffic, self.rows_ahead + 1
-        places = sorted(traffic.state)
-        visits = [layer * traffic.batches + batch for layer, batch in places]
-        again = [*visits, *(number + traffic.layers * traffic.batches for number in visits)]  # the next step follows
-        at_once = max((bisect_left(again, number + window) - at for at, number in enumerate(visits)), default=window)
-        return RingUsers({place: number for number, place in enumerate(places)}, at_once + self.buffers - window)
+    def own_period(self, device: int) -> int:
+        return self.traffic.layers * self.traffic.batches
 
     def visit(self, number: int) -> Visit:
         rest, batch = divmod(number, self.traffic.batches)

@@ -34,8 +34,7 @@ class Zigzag(BlockOrder):
         """One layer more with an accelerator: the disk runs ahead of the link, so that no load waits for its read."""
         return self.load_ahead + (1 if self.traffic.accelerator and self.load_ahead else 0)
 
-    @property
-    def rows_ahead(self) -> int:
+    def rows_ahead(self, device: int = 0) -> int:
         """Any further, a fetch of KV or of a state would overtake its own store."""
         return min(self.traffic.buffers, self.traffic.layers * self.traffic.batches) - 1
 
@@ -44,7 +43,7 @@ class Zigzag(BlockOrder):
         if self.traffic.is_still:
             yield from issue.computes()
             return
-        rows_ahead = self.rows_ahead
+        rows_ahead = self.rows_ahead()
         hidden_ahead = min(self.traffic.buffers, batches) - 1
         every = tuple(range(batches))
 

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from h2o_flexgen.core.site import DEVICE
+from h2o_flexgen.core.site import DEVICE, DISK
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
-from h2o_flexgen.schedule.ops import Key, Op, Task
+from h2o_flexgen.schedule.ops import Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.traffic import Traffic
@@ -53,6 +53,26 @@ def test_random_traffics_are_sound_and_visits_keep_their_numbers(seed: int) -> N
     check(schedule)
     for number in range(schedule.traffic.visits):
         assert schedule.number(*schedule.visit(number)) == number
+
+
+def test_on_devices_with_states_only_their_users_take_buffers_of_kv_and_of_states() -> None:
+    """The first device has states in one of five layers and KV in another one, the second has KV alone. What a device sees of
+    the schedule has the same buffers."""
+    kv = {(layer, batch): DISK for layer in (3, 5, 6) for batch in range(2)}
+    whole = Traffic(4, 7, 2, 4, accelerator=True, state={(0, 0): DISK, (0, 1): DISK}, kv=kv, device_of=(0,) * 5 + (1,) * 2)
+    check(Pipeline(whole))
+    asked = (Data.STATE, Data.KV)
+    assert [Pipeline(whole).buffers_of(data) for data in asked] == [2, 5]
+    sections = [
+        replace(whole, state=whole.state if first else {}, kv={place: DISK for place in kv if (place[0] == 3) == first})
+        for first in (True, False)
+    ]
+    assert [[Pipeline(section).buffers_of(data) for data in asked] for section in sections] == [[2, 2], [5, 5]]
+    for section in sections:
+        for layer, batch in section.kv:
+            for step in range(4):
+                visit = Visit(step, layer, batch)
+                assert Pipeline(section).buffer_of(Data.KV, visit) == Pipeline(whole).buffer_of(Data.KV, visit)
 
 
 def test_every_need_matters_unless_others_imply_it() -> None:
