@@ -451,7 +451,7 @@ def test_graphs_of_a_gpu_go_on_without_rows_that_have_adapters() -> None:
     assert line == "one layer could not be recorded (two: no kernel), and Python made each call of each step; please report it"
 
 
-def test_python_asks_as_with_vllm(llama: Adapted) -> None:
+def test_python_asks_as_with_vllm(llama: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = LoRARequest("one", 1, str(llama.adapters["one"]))
     with llama.open(lora=False) as llm:
         by_request = llm.generate([PROMPT] * 2, FOUR, lora_request=[asked, None])
@@ -462,6 +462,11 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
         plain = llm.chat([{"role": "user", "content": "a"}], FOUR)
         spelled = LoRARequest("one", 1, os.path.relpath(llama.adapters["one"]))
         by_other_path = llm.generate([PROMPT], FOUR, lora_request=spelled)
+        monkeypatch.setenv("HOME", str(llama.adapters["two"].parent))
+        in_home = llm.generate([PROMPT], FOUR, lora_request=LoRARequest("two", 2, f"~/{llama.adapters['two'].name}"))
+        not_in_home = llm.generate([PROMPT], FOUR, lora_request=LoRARequest("two", 2, llama.adapters["two"]))
+        told = one_line(lambda: llm.generate([PROMPT], lora_request=LoRARequest("three", 3, "~nobody-here/three")))
+        assert told.startswith("adapter ~nobody-here/three does not exist; "), "the home of an unknown user is no bug"
         told = one_line(lambda: llm.generate([PROMPT], lora_request=LoRARequest("one", 1, llama.adapters["two"])))
         assert told.startswith("adapter 'one' is ") and told.endswith("; give another name")
         told = one_line(lambda: llm.generate([PROMPT], FOUR, lora_request="one"))  # type: ignore[arg-type]
@@ -478,6 +483,7 @@ def test_python_asks_as_with_vllm(llama: Adapted) -> None:
     assert [one.token_ids for one in by_request] == [one.token_ids for one in of_any_iterator]
     assert for_all[1].token_ids == by_request[0].token_ids != by_request[1].token_ids
     assert by_other_path[0].token_ids == by_request[0].token_ids
+    assert in_home[0].token_ids == not_in_home[0].token_ids
     assert chat[0].token_ids != plain[0].token_ids
 
 
