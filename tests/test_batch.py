@@ -468,9 +468,9 @@ def test_another_job_is_refused_by_what_differs(command: Any, out: Path, tmp_pat
     as_before = (*again, "--temperature", 0.5)
     assert "ordered was False and is True" in command(*as_before, "--ordered").error
     evicting = ("--kv-policy", "h2o", "--head-budgets", "equal")
-    assert "kv_policy was 'full' and is 'h2o'" in command(*as_before, *evicting).error
+    assert "--kv-policy was 'full' and is 'h2o'" in command(*as_before, *evicting).error
     unshared = command(*as_before, "--schedule", "row_by_row").error
-    assert "shared_prefixes was True and is False" in unshared, "this schedule shares none"
+    assert "--shared-prefixes was True and is False" in unshared, "this schedule shares none"
     assert "--seed is 6, but the job in --output-file out.jsonl was begun with 5" in command(*as_before, "--seed", 6).error
     assert "the model's dtype was 'float32' and is 'bfloat16'" in command(*as_before, "--dtype", "bfloat16").error
     other = tmp_path / "other"

@@ -199,10 +199,10 @@ def test_a_talk_whose_experts_are_read_in_every_step_is_told_to_keep_them(
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (("--kv-policy", "h2o", "--hh-prompt-only", "--head-budgets", "equal"), "hh_prompt_only keeps all that is generated"),
+        (("--kv-policy", "h2o", "--hh-prompt-only", "--head-budgets", "equal"), "--hh-prompt-only keeps all that is generated"),
         (("--context-len", "500"), "context is 500, but"),
         (("--style", "template"), "this model has no chat template"),
-        (("--kv-policy", "h20"), "kv_policy 'h20' is unknown"),
+        (("--kv-policy", "h20"), "--kv-policy 'h20' is unknown"),
         (("--percent", "auto"), "takes six numbers; got 'auto'"),
         (("--input", "/nowhere/turns.jsonl"), "input /nowhere/turns.jsonl cannot be read"),
         (("--cpu-mem", "200MB"), "plan needs"),

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeAlias
@@ -72,14 +72,18 @@ def _is_ending() -> bool:
     return any(isinstance(error, EndedBySignal) for error in contexts(sys.exc_info()[1]))
 
 
-def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
-    """Runs a command and returns its exit status; 2 for wrong flags, as argparse has it."""
+def exit_status(
+    parse: Callable[[], Namespace],
+    run: Callable[[Namespace], None],
+    worded: Callable[[str, Collection[str]], str] = lambda line, _: line,
+) -> int:
+    """Runs a command and returns its exit status; 2 for wrong flags, as argparse has it. `worded`: how an error is told where
+    these flags were given, by their names."""
     _open_what_is_closed()
     let_threads_sleep_soon()
-    level = 0
+    args = Namespace(verbose=0)
     try:
         args = parse()
-        level = args.verbose
         with _ends_cleanly(), raised_again():
             run(args)
         sys.stdout.flush()  # a reader that has gone shows here, and not when the interpreter ends
@@ -96,9 +100,9 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
             return _interrupted(behind)
         if line is None:
             raise
-        if level >= TRACEBACK:
+        if args.verbose >= TRACEBACK:
             traceback.print_exc()
-        _say(f"error: {line}")
+        _say(f"error: {worded(line, vars(args).keys())}")
         return FAILED
     return 0
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.cli.flags import Parser, UnknownFlag
+from h2o_flexgen.cli.flags import Parser, UnknownFlag, as_typed
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.session.open_request import ModelRequest
 
@@ -65,7 +65,8 @@ def door(
 
 
 def status_of(parse: Callable[[], Namespace], work: Callable[[Namespace], None]) -> int:
-    """Runs a command and returns its exit status. The error for a flag that it lacks names the commands that have it."""
+    """Runs a command and returns its exit status. The error for a flag that it lacks names the commands that have it. Other
+    errors name options by its flags."""
 
     def flags() -> Namespace:
         try:
@@ -73,7 +74,7 @@ def status_of(parse: Callable[[], Namespace], work: Callable[[Namespace], None])
         except UnknownFlag as unknown:
             raise ValueError(unknown.line(commands_with(unknown.flag))) from None
 
-    return exit_status(flags, work)
+    return exit_status(flags, work, as_typed)
 
 
 def commands_with(flag: str) -> list[str]:

@@ -227,8 +227,8 @@ def test_more_rows_may_be_asked_for_and_nothing_else_changed(command: Any, out: 
         (("-k", 2, "--seed", 3), "examples_seed was 0 and is 3"),
         (("-k", 2, "--no-instruction"), "instruction was True and is False"),
         (("-k", 2, "--separator", ";"), "separator was '.' and is ';'"),
-        (("-k", 2, "--gen-len", 4), "gen_len was 3 and is 4"),
-        (("-k", 2, "--compress-cache"), "kv_codec was 'plain' and is"),
+        (("-k", 2, "--gen-len", 4), "--gen-len was 3 and is 4"),
+        (("-k", 2, "--compress-cache"), "--compress-cache was 'plain' and is"),
     ):
         assert said in command(*BEER, *changed, "--resume").error
     assert out.with_name("out.requests.jsonl").read_bytes() == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,15 +19,20 @@ from io import StringIO
 from operator import methodcaller
 from threading import Event, Lock
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from h2o_flexgen import calibrate, chat, evaluate, plan, profile, run
 from h2o_flexgen.cli.chat_work import typed_turns
 from h2o_flexgen.cli.errors import UNREAD, exit_status
+from h2o_flexgen.cli.flags import as_typed
 from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.core.option import options_of
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.schedule.ops import Key, Op
 from tests.helpers.patience import PATIENCE_SECONDS
 
@@ -86,6 +92,49 @@ def test_a_plan_that_is_not_read_is_no_error() -> None:
 def test_a_long_value_is_shortened_in_the_line_that_ends_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--model", "m", "--machine", "x" * 5000]) == 2
     assert len(capsys.readouterr().err) < 600
+
+
+@pytest.mark.parametrize(
+    ("options", "in_python", "typed"),
+    [
+        (
+            {"kv_policy": "local", "heavy": 3},
+            "kv_policy 'local' does not take heavy",
+            "--kv-policy local does not take --heavy",
+        ),
+        (
+            {"kv_recall_together": True},
+            "kv_recall_together says how kv_recall chooses; give kv_recall, or leave kv_recall_together out",
+            "--kv-recall-together says how --kv-recall chooses; give --kv-recall, or leave --kv-recall-together out",
+        ),
+        ({"pipeline": 2, "attend_on": "host"}, "leave attend_on='host' out", "leave --cpu-cache-compute out"),
+        (
+            {"kv_recall": 0.1, "pipeline": 2},
+            "give pipeline=1, or leave kv_recall out",
+            "give --pipeline 1, or leave --kv-recall out",
+        ),
+    ],
+)
+def test_an_error_names_options_as_they_were_given(
+    options: dict[str, Any], in_python: str, typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(in_python)):
+        Plan.create(**options)
+    tables = {**options_of(KVOptions), **options_of(Plan)}
+    flags = [word for name, value in options.items() for word in tables[name].written(value)]
+    assert run.main(["--model", "facebook/opt-125m", "--dummy-weights", "--percent", *map(str, Plan().percent), *flags]) == 2
+    assert typed in capsys.readouterr().err
+
+
+def test_a_word_of_an_error_that_is_no_option_stays_as_it_is() -> None:
+    flags = {"kv_policy", "device", "state", "max_tokens", "percent", "prefix_room", "gpu_batch_size", "weight_codec"}
+    line = "'kv_policy' of /a/kv_policy/kv_policy.py (in Python kv_policy): device 0 has a state, max_tokens is 0, 5 percent"
+    assert as_typed(line, flags) == line and as_typed(line, ()) == line
+    fits = "would fit: gpu_batch_size 2 with percent 0 100 0 0 0 0 or less than 5 tokens of prefix_room; weight_codec 'group9'"
+    assert as_typed(fits, flags) == (
+        "would fit: --gpu-batch-size 2 with --percent 0 100 0 0 0 0 or less than 5 tokens of --prefix-room; "
+        "--compress-weight 'group9'"
+    )
 
 
 def _in_a_circle(_: Namespace) -> None:

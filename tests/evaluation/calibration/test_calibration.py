@@ -127,7 +127,7 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
     job = ("-i", requests, "-o", tmp_path / "out.jsonl", "--gen-len", 4, "--kv-policy", "h2o")
     assert command(batch.main, *job, "--head-budgets", file).status == 0
     refused = command(batch.main, *job, "--resume", "--head-budgets", "equal").error
-    assert "head_budgets was " in refused and budgets.checksum in refused
+    assert "--head-budgets was " in refused and budgets.checksum in refused
 
     asked = ("--policies", "full,h2o", "--budgets", "50", "--tasks", "perplexity", "--window", 48, "--examples", 1)
     cells = command(evaluate.main, *asked, "--text", text_file, "--head-budgets", f"equal,{file}").json
