@@ -17,7 +17,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import set_threads
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine, machine_file
+from h2o_flexgen.planning.machine import CHOOSING, CHOSEN, PLAIN_SCORES, WHOLE, WITH_SCORES, Curve, Machine, machine_file
 from h2o_flexgen.profiling.bench import FULL, QUICK
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.profiling.measured_machine import profile
@@ -25,6 +25,7 @@ from h2o_flexgen.profiling.profile_cache import about, fingerprint_of, keep, not
 
 WIDTH, COLUMN = 46, 10
 SCORES = {PLAIN_SCORES: "all kept", WITH_SCORES: "scored, to evict"}
+LATENTS = {WHOLE: "latents, all", CHOOSING: "latents, choosing", CHOSEN: "latents, the chosen"}
 
 
 def work(request: ProfileRequest) -> None:
@@ -92,6 +93,8 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
         yield f"attention of a step, KV in {kept}", _flops(rate)
     for codec, rate in machine.unpacked_values_per_s.items():
         yield f"attention of a step, {codec} unpacked", _values(rate)
+    for part, curve in machine.latents_flops_per_s.items():
+        yield from ((f"{LATENTS[part]}, {queries} query heads", _flops(rate)) for queries, rate in curve)
     yield "attention of a step, a row's head beside it", _seconds(machine.head_seconds)
     for kind, rate in machine.prompt_flops_per_s.items():
         yield f"attention of prompts, {SCORES[kind]}", _flops(rate)

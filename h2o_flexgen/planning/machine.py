@@ -25,13 +25,15 @@ from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, Kernel, choose, measured_as, measured_formats, prices
 from h2o_flexgen.formats.table import PLAIN, ROW_FORMATS
+from h2o_flexgen.policies.recall import INDEX
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
 DEVICES = ("cpu", "cuda")
 EVICTION = "eviction"
 VISITS = (ATTENTION_VISIT, MLP_VISIT, EVICTION)
 PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with the sums that every key received
-Curve = tuple[tuple[int, float], ...]  # (rows, flop/s), more rows each time
+WHOLE, CHOOSING, CHOSEN = "whole", "choosing", "chosen"  # attention of all slots; choosing some by an index; attention of these
+Curve = tuple[tuple[int, float], ...]  # (rows, or query heads, and flop/s), more each time
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Machine:
     decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # format -> packed weights that are decoded
     attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # format of KV -> rate of decode attention
     unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # format -> KV that is decoded for attention
+    latents_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # decode attention of latents, by query heads
     head_seconds: float = 0.0  # decode attention of a row and a KV head, beside its bytes and flops
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
     values_per_s: float = inf  # norms, activations and additions: values that pass through one, each time
@@ -116,6 +119,13 @@ class Machine:
         in_memory = self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes
         return measured.get(measured_as(format)) or min(measured.values(), default=in_memory)
 
+    def attention_rate(self, part: str, format: str, latents_for: int | None = None) -> float:
+        """Flop/s of a part of decode attention over KV of this format. `latents_for`: the query heads that attend latents;
+        None: keys and values are apart. Packed latents have the rate of plain ones, and are unpacked beside that."""
+        if latents_for is not None and part in self.latents_flops_per_s:
+            return at_rows(self.latents_flops_per_s[part], latents_for)
+        return self.attention_flops_per_s.get(INDEX if part == CHOOSING else format, inf)
+
     def unpacking_rate(self, format: str, value_bytes: float) -> float:
         """Packed KV decoded per second for attention. If neither this nor its attention was measured, it is as for weights; if
         only its attention was, that includes the decoding."""
@@ -150,6 +160,7 @@ class Machine:
             attention_flops_per_s=_faster(self.attention_flops_per_s, plain),
             flops_per_s=_better(self.flops_per_s, again.flops_per_s),
             packed_flops_per_s=_better(self.packed_flops_per_s, again.packed_flops_per_s),
+            latents_flops_per_s=_better(self.latents_flops_per_s, again.latents_flops_per_s),
             task_seconds=min(self.task_seconds, again.task_seconds),
             visit_seconds=_sooner(self.visit_seconds, again.visit_seconds),
             part_seconds=_sooner(self.part_seconds, again.part_seconds),
@@ -209,7 +220,7 @@ class Machine:
     def as_plain(self) -> dict[str, Any]:
         """Plain values, from which `create` makes the machine again."""
         content = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
-        for name in ("flops_per_s", "packed_flops_per_s"):
+        for name in ("flops_per_s", "packed_flops_per_s", "latents_flops_per_s"):
             if name in content:
                 content[name] = {kind: [list(point) for point in curve] for kind, curve in getattr(self, name).items()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in content.items()}
@@ -375,9 +386,9 @@ def _curve(name: str, value: object) -> Curve:
     return tuple(points)
 
 
-def _packed_curves(name: str, value: object) -> dict[str, Curve]:
-    return {
-        price: _curve(f"{name}.{price}", points) for price, points in _mapping(name, value, prices(*PRODUCT_OPS), True).items()
+def _curves_of(*kinds: str) -> Callable[[str, object], dict[str, Curve]]:
+    return lambda name, value: {
+        kind: _curve(f"{name}.{kind}", points) for kind, points in _mapping(name, value, kinds, True).items()
     }
 
 
@@ -419,10 +430,11 @@ _READERS: Mapping[str, Any] = {
     "disk_both": _both,
     "reads_beside_computing": _share,
     "computing_beside_reads": _share,
-    "packed_flops_per_s": _packed_curves,
+    "packed_flops_per_s": _curves_of(*prices(*PRODUCT_OPS)),
     "decoded_values_per_s": _packed_rates(*measured_formats()),
     "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *ROW_FORMATS),
     "unpacked_values_per_s": _packed_rates(*ROW_FORMATS),
+    "latents_flops_per_s": _curves_of(WHOLE, CHOOSING, CHOSEN),
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,

@@ -22,11 +22,10 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.planning.batch_pass import BatchPass, Prompts, products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import AtLevel, Cost
-from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
+from h2o_flexgen.planning.machine import CHOOSING, CHOSEN, EVICTION, PLAIN_SCORES, WHOLE, WITH_SCORES, Machine
 from h2o_flexgen.planning.placement import Place
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.policies.recall import INDEX
 from h2o_flexgen.schedule.ops import (
     COMPUTE_LANE,
     LOAD,
@@ -301,8 +300,9 @@ class Pricing:
         values = (
             0.0 if is_plain else float(spec.kv_sets) * at.heads * spec.head_dim * (slots + one.shared.tokens)
         )  # values to decode
-        computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
-        computing += 2.0 * heads * spec.head_dim * indexed / machine.attention_flops_per_s.get(INDEX, inf)
+        format, latents_for = spec.dtype if is_plain else spec.kv_codec, spec.heads if spec.values_in_keys else None
+        computing = flops / machine.attention_rate(CHOSEN if indexed else WHOLE, format, latents_for)
+        computing += 2.0 * heads * spec.head_dim * indexed / machine.attention_rate(CHOOSING, format, latents_for)
         unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
         reading = nbytes / machine.attention_bytes_per_s.get(tier, inf)
         return max(reading, computing + unpacking) + one.rows * at.heads * machine.head_seconds

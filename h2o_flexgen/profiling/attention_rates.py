@@ -1,39 +1,46 @@
-"""Attention rates, through the cache that a run uses: of decode steps, bound by reading or by computing, and of prompts, with
-and without scores."""
+"""Attention rates, through the cache that a run uses: of decode steps, bound by reading or by computing, also over latents of
+which some may be chosen; and of prompts, with and without scores."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
 import torch
 
+from h2o_flexgen.core.buffer_layout import VIEW_ALIGNMENT
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.stores.kv import image_over
+from h2o_flexgen.formats.kernel_sizes import shared
 from h2o_flexgen.formats.table import PLAIN, ROW_FORMATS
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.key_index import KeyIndex
 from h2o_flexgen.kv.slots import Coding, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.new_tokens import NewTokens
-from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES
+from h2o_flexgen.planning.machine import CHOOSING, CHOSEN, PLAIN_SCORES, WHOLE, WITH_SCORES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.recall import ALL, INDEX, RECALLED, attended
 from h2o_flexgen.profiling.bench import Bench, Figures, OfRounds, ProfileSizes, Subject
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
-UNPACKING, HEAD = "unpacked_values", "head_seconds"
+UNPACKING, HEAD, LATENTS = "unpacked_values", "head_seconds", "latents_flops"
 SHORTER = 16  # how many times shorter texts must be to show what a head costs beside its slots
 SMALL_SHARE, SMALLEST_SECONDS = 0.02, 1e-9  # lower bounds, in case one of two measurements was disturbed
 BUDGET = 0.2  # for a policy that evicts
 FEWER = 8  # how many times fewer rows or heads are tried first
 WEIGHT = 2.0
-STEP = 1
+STEP, EVERYTHING = 1, Plan()
+LATENT, LATENT_VALUES = 576, 512  # as wide as most models have latents, of which the last values are values
+MOST_QUERY_HEADS = 128  # of models with latents
+LONGER = 16  # how many times longer texts are of which some slots are chosen
 
 
 @dataclass(frozen=True)
@@ -118,14 +125,63 @@ class Step:
     given: NewTokens
 
     @classmethod
-    def of(cls, bench: Bench, heads: HeadSizes, coding: Coding, rows: int, slots: int) -> Step:
+    def of(cls, bench: Bench, heads: HeadSizes, coding: Coding, rows: int, slots: int, plan: Plan = EVERYTHING) -> Step:
+        """`plan`: one that keeps everything."""
         device = bench.device
-        held = Plan().policy.occupancy(Batch(tuple(range(rows)), (slots - 1,) * rows), STEP + 1)
+        held = plan.policy.occupancy(Batch(tuple(range(rows)), (slots - 1,) * rows), STEP + 1)
         assert held.capacity >= slots
-        return cls(_cache(bench, heads, coding, held, None), _step(device, held, STEP), _new(device, heads, coding, rows, 1))
+        return cls(_cache(bench, heads, coding, held, plan), _step(device, held, STEP), _new(device, heads, coding, rows, 1))
 
     def __call__(self) -> object:
         return self.cache.attend(self.now, self.given)
+
+    def choose(self) -> None:
+        self.cache.choose(self.now, self.given)
+
+    def attending_chosen(self) -> Callable[[], object]:
+        """The step without its choice, which is made here."""
+        self.choose()
+        choice, slots = self.cache.choice, self.cache.choice.slots
+
+        def attend() -> object:
+            choice.now, choice.slots = self.now, slots
+            return self()
+
+        return attend
+
+
+def query_heads() -> tuple[int, int, int]:
+    """The most query heads that attend latents one by one; one more, which do it together; and the most of models."""
+    few = min(shared().many_queries, shared().many_values // LATENT)
+    return few, few + 1, MOST_QUERY_HEADS
+
+
+def latents(bench: Bench, dtype: str, sizes: ProfileSizes) -> list[Subject]:
+    """Many query heads attend one vector of each token: all of these, or those that are chosen by an index. An accelerator
+    chooses none."""
+    coding = Coding(PLAIN, DTYPES[dtype], LATENT, LATENT_VALUES)
+    width = LATENT * coding.dtype.itemsize + replace(coding, format=INDEX).width
+    room = (bench.pool.nbytes - VIEW_ALIGNMENT) // width
+    slots = min(LONGER * sizes.slots, room)
+    rows = max(1, min(sizes.kv_rows // LONGER, room // slots))
+
+    def measure(queries: int, slots: int) -> Figures:
+        heads, clock = HeadSizes(queries, 1, LATENT), bench.clock
+        whole, some = (Step.of(bench, heads, coding, rows, slots, Plan.create(kv_recall=share)) for share in (ALL, RECALLED))
+        flops = 2.0 * rows * queries * LATENT  # of one product with a slot
+        return {
+            f"{LATENTS} {WHOLE} {queries}": 2 * flops * slots / clock.of(whole),
+            f"{LATENTS} {CHOOSING} {queries}": flops * slots / clock.of(some.choose),
+            f"{LATENTS} {CHOSEN} {queries}": 2 * flops * attended(RECALLED, slots) / clock.of(some.attending_chosen()),
+        }
+
+    lengths = max(1, slots // FEWER), slots
+    return [
+        Subject(
+            f"attention of latents, {queries} query heads", partial(measure, queries), lengths, weight=WEIGHT, of_rounds=max
+        )
+        for queries in (() if bench.device.accelerator else query_heads())
+    ]
 
 
 def prompts(bench: Bench, dtype: str, sizes: ProfileSizes) -> list[Subject]:
@@ -153,11 +209,14 @@ def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: ProfileSize
     return Subject(f"attention of prompts, {kind}", measure, sizes_of_heads, weight=WEIGHT, of_rounds=max)
 
 
-def _cache(bench: Bench, heads: HeadSizes, coding: Coding, occupancy: Occupancy, plan: Plan | None) -> KVCache:
-    """A cache that is full, of whatever values, with scores if the plan's policy needs them."""
+def _cache(bench: Bench, heads: HeadSizes, coding: Coding, occupancy: Occupancy, plan: Plan) -> KVCache:
+    """A cache that is full, of whatever values, with an index of them and with scores if the plan's policy needs these."""
     shape = (occupancy.batch.size, heads.keys, occupancy.capacity)
     image = image_over(bench.pool.data, shape, coding, bench.device.accelerator)
-    if plan is None or not plan.policy.score_bytes:
+    if plan.policy.recall != ALL:
+        behind = bench.pool.data[-(-image.nbytes // VIEW_ALIGNMENT) * VIEW_ALIGNMENT :]
+        return KVCache(image, None, coding, index=KeyIndex.over(behind, plan.policy, coding, shape))
+    if not plan.policy.score_bytes:
         return KVCache(image, None, coding)
     memory = bench.device.memory(HostTier())
     scores = SlotScores.over(memory.alloc(prod(shape) * plan.policy.score_bytes), plan.policy, shape)

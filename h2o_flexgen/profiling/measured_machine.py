@@ -25,7 +25,7 @@ from h2o_flexgen.formats.table import ROW_FORMATS
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories, own_site
-from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
+from h2o_flexgen.planning.machine import CHOOSING, CHOSEN, PLAIN_SCORES, VISITS, WHOLE, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention_rates, moving, products, visits
 from h2o_flexgen.profiling.bench import (
     FULL,
@@ -287,6 +287,7 @@ def _subjects(
     yield from attention_rates.decode_reading({HOST: host, **({DEVICE: bench} if device.accelerator else {})}, dtype, sizes)
     yield from attention_rates.decode_computing(bench, dtypes, dtype, sizes)
     yield attention_rates.decode_of_short_texts(bench, dtype, sizes)
+    yield from attention_rates.latents(bench, dtype, sizes)
     yield from attention_rates.prompts(bench, dtype, sizes)
     yield products.values(bench, dtype, sizes)
     yield from products.decoding(bench, dtype, sizes)
@@ -357,6 +358,7 @@ def _machine(
         decoded_values_per_s=_rates(figures, products.DECODING, measured_formats()),
         attention_flops_per_s=_rates(figures, attention_rates.COMPUTING, (*DTYPE_BYTES, *ROW_FORMATS)),
         unpacked_values_per_s=_rates(figures, attention_rates.UNPACKING, ROW_FORMATS),
+        latents_flops_per_s=_curves(figures, attention_rates.LATENTS, (WHOLE, CHOOSING, CHOSEN)),
         head_seconds=figures[attention_rates.HEAD],
         prompt_flops_per_s=_rates(figures, attention_rates.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),

@@ -127,6 +127,21 @@ def test_flop_rates_are_linear_in_the_logarithm_of_the_rows() -> None:
     assert SMALL.flop_rate("float16", 100) == pytest.approx(expected)
 
 
+def test_attention_of_latents_has_rates_by_query_heads_where_they_were_measured(tmp_path: Path) -> None:
+    known = replace(SMALL, attention_flops_per_s={"bfloat16": 5e9, "group4": 7e9})
+    curves = {"whole": ((16, 1e9), (64, 3e9)), "choosing": ((16, 2e9),)}
+    measured = replace(known, latents_flops_per_s=curves)
+    measured.save(tmp_path / "measured.yaml")
+    assert Machine.load(tmp_path / "measured.yaml") == measured, "points are in their order"
+    rates = {part: measured.attention_rate(part, "bfloat16", 32) for part in ("whole", "choosing", "chosen")}
+    assert rates == {"whole": pytest.approx(2e9), "choosing": 2e9, "chosen": 5e9}
+    for machine, latents_for in ((known, 32), (measured, None)):
+        found = [machine.attention_rate(part, "bfloat16", latents_for) for part in ("whole", "choosing", "chosen")]
+        assert found == [5e9, 7e9, 5e9]
+    faster = replace(measured, latents_flops_per_s={"whole": ((16, 4e9), (64, 2e9))})
+    assert measured.at_best(faster).latents_flops_per_s == {**curves, "whole": ((16, 4e9), (64, 3e9))}
+
+
 def test_a_type_without_a_measured_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="machine 'small' has no flops_per_s for bfloat16; it has float16"):
         SMALL.flop_rate("bfloat16", 1)

@@ -20,6 +20,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
 from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.footprint import MemoryLimits
+from h2o_flexgen.planning.machine import Curve
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
 from h2o_flexgen.planning.search import (
@@ -122,6 +123,45 @@ def test_a_share_is_attended_where_it_may_be_and_is_faster() -> None:
     assert {one.plan.policy.recall for one in (whole.best, *whole.all)} == {1.0}
     assert free.best.plan.policy.recall == 0.1 and free.best.tokens_per_second > whole.best.tokens_per_second
     assert {one.plan.policy.recall for one in free.all} == {0.1, 1.0}
+
+
+def of_latents(heads: int) -> ModelSpec:
+    return replace(tiny_spec(blocks=8), heads=heads, kv_heads=1, head_dim=576, values_in_keys=512, dtype="bfloat16")
+
+
+def with_rates(whole: float, choosing: float, chosen: float, heads: int) -> dict[str, Curve]:
+    return {part: ((heads, rate),) for part, rate in (("whole", whole), ("choosing", choosing), ("chosen", chosen))}
+
+
+# attention of latents as it was measured: 16 heads one by one, 32 in tiles of registers, which make all cheap and a choice not
+ONE_BY_ONE, IN_TILES = with_rates(73e9, 186e9, 70e9, heads=16), with_rates(549e9, 185e9, 216e9, heads=32)
+LATENT_RATES = {part: ONE_BY_ONE[part] + IN_TILES[part] for part in ONE_BY_ONE}
+
+
+@pytest.mark.parametrize(("heads", "on_disk", "share"), [(16, False, 0.1), (32, False, 1.0), (16, True, 0.1), (32, True, 0.1)])
+def test_a_share_of_latents_is_attended_where_choosing_it_takes_less_than_it_saves(
+    heads: int, on_disk: bool, share: float
+) -> None:
+    machine = replace(
+        on(SLOW, False),
+        flops_per_s={"bfloat16": ((1, 1e12),)},
+        attention_flops_per_s={"bfloat16": 73e9, "group4": 186e9},
+        latents_flops_per_s=LATENT_RATES,
+        attention_bytes_per_s={HOST: 13e9},
+        prompt_flops_per_s={},
+        disk_read_per_s=2e8,
+        disk_write_per_s=2e9,
+    )
+    rows = Workload.uniform(4, 4000, 10)
+    asked = problem(
+        workload=rows, model=sized(of_latents(heads)), machine=machine, batch_sizes=(1,), batches=(4,), recalls=(0.1,)
+    )
+    if on_disk:
+        kv = 4 * 8 * 4010 * of_latents(heads).kv_bytes_per_head
+        whole = asked.largest(Plan(gpu_batch_size=1, num_gpu_batches=4).at(Site())).footprint.total(HOST)
+        asked = replace(asked, limits=MemoryLimits(host=int(whole - 0.3 * kv)))
+    found = search(asked).best.plan
+    assert found.policy.recall == share and (found.kv.disk > 0) is on_disk
 
 
 def test_a_share_is_not_attended_where_that_is_not_done() -> None:

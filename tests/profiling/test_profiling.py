@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,6 +24,7 @@ import torch
 from h2o_flexgen.core.buffer_layout import ALIGNMENT
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.kernel_sizes import ManyQueries
 from h2o_flexgen.formats.kernel_table import (
     CPU,
     PRODUCT,
@@ -37,6 +39,7 @@ from h2o_flexgen.formats.kernel_table import (
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.kv import cache, key_index
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
@@ -109,9 +112,8 @@ def test_every_field_is_there_finite_and_above_zero(found: tuple[Machine, object
     not_figures = {"name", "device", "device_bytes", "not_measured", "disturbed", "measurements"}
     assert set(values) == {one.name for one in fields(Machine)} - not_figures
     for name, value in values.items():
-        curves = (
-            [rate for curve in value.values() for _, rate in curve] if name in ("flops_per_s", "packed_flops_per_s") else []
-        )
+        is_curve = name in ("flops_per_s", "packed_flops_per_s", "latents_flops_per_s")
+        curves = [rate for curve in value.values() for _, rate in curve] if is_curve else []
         plain = list(value.values()) if isinstance(value, dict) and not curves else [] if curves else [value]
         for number in [*curves, *plain]:
             assert math.isfinite(number) and number > 0, (name, number)
@@ -126,6 +128,8 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
     assert set(machine.attention_flops_per_s) == {"bfloat16", "group4", "group8"}
     assert (set(machine.prompt_flops_per_s), set(machine.attention_bytes_per_s)) == ({"plain", "scored"}, {"host"})
     assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, set(measured_formats()))
+    heads = {part: tuple(queries for queries, _ in curve) for part, curve in machine.latents_flops_per_s.items()}
+    assert heads == dict.fromkeys(("whole", "choosing", "chosen"), attention_rates.query_heads())
     packed = {price: [rows for rows, _ in curve] for price, curve in machine.packed_flops_per_s.items()}
     assert packed == multiplied_here(Site().usual_dtype(), TINY.rows)
 
@@ -305,6 +309,39 @@ def test_attention_of_a_step_is_what_pricing_takes_it_for() -> None:
     assert {name: computed[f"attention_flops {name}"] for name in ("float32", "bfloat16")} == dict.fromkeys(
         ("float32", "bfloat16"), queries * slots
     )
+
+
+@pytest.mark.parametrize(("kv_rows", "slots", "whole"), [(64, 2, 2 * 32), (64, 16, 88)])
+def test_latents_are_attended_whole_and_chosen_for_so_many_heads(kv_rows: int, slots: int, whole: int) -> None:
+    """Of what is wanted there are as many slots as have room beside their index."""
+    found = figures(*attention_rates.latents(BENCH, "bfloat16", replace(TINY, kv_rows=kv_rows, slots=slots)))
+    chosen = 20 * (2 if whole == 64 else 1)  # the first and the newest of each row
+    for heads in attention_rates.query_heads():
+        work = {part: found[f"latents_flops {part} {heads}"] / (2 * heads * 576) for part in ("whole", "choosing", "chosen")}
+        assert work == {"whole": 2 * whole, "choosing": whole, "chosen": 2 * chosen}
+
+
+def test_latents_are_measured_on_both_sides_of_where_their_kernel_changes() -> None:
+    few, many, _ = attention_rates.query_heads()
+    of = [ManyQueries.of(heads, 64, attention_rates.LATENT) for heads in (few, many)]
+    assert of[0] is None and of[1] is not None and many == few + 1
+
+
+def test_what_attends_chosen_latents_does_not_choose_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Counter[str]()
+
+    def counted(name: str, of: Callable[..., object]) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            calls[name] += 1
+            return of(*given)
+
+        return call
+
+    for module, name in ((cache, "decode_attention"), (key_index, "choose_slots"), (key_index, "chosen_attention")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    subject, *_ = attention_rates.latents(BENCH, "bfloat16", TINY)
+    figures(subject)
+    assert calls == {"decode_attention": 1, "choose_slots": 2, "chosen_attention": 1}
 
 
 @dataclass(frozen=True)
