@@ -267,6 +267,22 @@ def test_packed_kv_is_unpacked_for_all_queries_of_a_key_at_once() -> None:
     assert parts_of(of, 2, "attention")["attention"] == pytest.approx(computed + 2 * 2 * 2e-9)
 
 
+@pytest.mark.parametrize("kv_codec", ["plain", "group4"])
+def test_latents_are_compared_and_attended_at_rates_of_their_own(kv_codec: str) -> None:
+    rates = {part: ((1, 9e11), (32, rate)) for part, rate in (("whole", 5e9), ("choosing", 2e9), ("chosen", 3e9))}
+    machine = replace(MACHINE, latents_flops_per_s=rates, attention_bytes_per_s={}, head_seconds=0.0)
+    spec = replace(tiny_spec(), heads=32, kv_heads=1, head_dim=576, values_in_keys=512, kv_codec=kv_codec)
+    held, of_slot, to_unpack = 2 * 102, 32 * 576, 576 / 4e8 if kv_codec == "group4" else 0.0
+    found = []
+    for share in (1.0, 0.25):
+        plan = Plan.create(kv_codec=kv_codec, kv_recall=share, num_gpu_batches=3).at(Site())
+        of = BlockPlan.of(spec, plan, block_of([[100, 100]]), Site())
+        found.append(parts_of(of, 2, "attention", machine=machine)["attention"])
+    chosen = 2 * 26
+    assert found[0] == pytest.approx(held * (4 * of_slot / 5e9 + to_unpack))
+    assert found[1] == pytest.approx(held * 2 * of_slot / 2e9 + chosen * (4 * of_slot / 3e9 + to_unpack))
+
+
 def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
     of = planned(block_of([[6, 6]], gen_len=40), False, kv_policy="h2o", heavy=6, recent=2)
     exact, averaged = (Pricing(of, on(MACHINE, False), averaged=averaged) for averaged in (False, True))
