@@ -86,14 +86,14 @@ def test_the_readme_has_exactly_the_two_commands_that_do_everything() -> None:
     assert [line for line in lines if line.startswith("pip ")] == [MAIN_COMMAND, TEST_COMMAND]
 
 
-def test_ci_runs_the_readmes_test_command_and_the_checks() -> None:
+def test_ci_runs_the_readmes_test_command_what_is_slow_and_the_checks() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111, ".ci/run can be executed"
     pattern = re.search(r'grep -m1 "(.*)" README\.md', script.read_text(encoding="utf-8"))
     assert pattern is not None
     assert [line for line in readme().splitlines() if re.search(pattern[1], line)] == [TEST_COMMAND]
-    for check in ("ruff check .", "ruff format --check .", "mypy"):
-        assert check in script.read_text(encoding="utf-8")
+    for check in ("pytest -n auto -m 'slow and not fuzz'", "ruff check .", "ruff format --check .", "mypy"):
+        assert f'"{check}"' in script.read_text(encoding="utf-8")
 
 
 def test_whatever_the_readmes_file_tree_names_is_there() -> None:
