@@ -140,7 +140,9 @@ def test_each_row_says_what_it_says_alone_behind_whatever_it_shares(
     hold_contract(ArrivingCase(**values), checkpoints, offload, **how)
 
 
-def hold_contract(case: ArrivingCase, checkpoints: Checkpoints, offload: Path, room: int, at_once: int, every: int = 3) -> None:
+def hold_contract(
+    case: ArrivingCase, checkpoints: Checkpoints, offload: Path, room: int, at_once: int, every: int = 3
+) -> Guests:
     if case.plan.copies_prefixes and case.plan.policy.last_queries:
         case = replace(case, least_own=ENOUGH)
     with case.open(checkpoints, offload) as llm:
@@ -158,6 +160,7 @@ def hold_contract(case: ArrivingCase, checkpoints: Checkpoints, offload: Path, r
             alone = resident_behind(model, weights, case.prompts[place], tokens, case.growth[place], *how)
         wanted = [int(step[0].argmax()) for step in alone]
         assert list(arrival.completion.token_ids) == wanted, f"row {place}, behind {tokens} tokens: {case}, {room}"
+    return guests
 
 
 # -- what is computed --------------------------------------------------------------------------------------------------------
