@@ -175,7 +175,7 @@ ASIDE, COPIED = ("prefix_policy", PINNED), ("prefix_policy", JUDGED)
 SHARING = {
     "kind": ("opt", "llama-gqa"),
     "percent": (stream.MIXES[0], stream.MIXES[3]),
-    "policy": tuple((how, *BY_HEAD[place]) for how, place in ((ASIDE, 0), (ASIDE, 1), (COPIED, 0), (COPIED, 3))),
+    "policy": tuple((how, *BY_HEAD[place]) for how, place in ((COPIED, 0), (ASIDE, 1), (ASIDE, 0), (COPIED, 3))),
     "kv_codec": (PLAIN, "group4"),
 }
 

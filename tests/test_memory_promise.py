@@ -15,6 +15,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from h2o_flexgen.engine.resources import COMPILED_PRODUCTS
+from h2o_flexgen.memory.host import KEPT_PRODUCTS, give_back_freed
+from h2o_flexgen.planning.plan import Plan
+from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.samples import first_of
 from tests.helpers.tiny import save_tiny
 
@@ -81,6 +85,25 @@ def test_no_sample_exceeds_a_tight_budget_and_the_peak_that_is_told_is_the_proce
     one = _under_a_tight_budget([*flags, *plan], dry(), dry)
     assert one.seen <= one.limit and one.peak <= one.process <= one.limit and not one.over, one
     assert one.process >= one.seen - (1 << 20), one  # what is seen in /proc is counted page by page, and late
+
+
+def test_a_plan_that_is_found_leaves_room_for_what_the_search_holds(checkpoints: Checkpoints, offload: Path) -> None:
+    give_back_freed()
+    with Case("opt").open(checkpoints, offload) as llm:
+        before = llm.limits.host_base
+        held = torch.ones(16 << 20)
+        llm.adopt(Plan())
+        assert llm.limits.host_base - before > held.nbytes // 2
+
+
+def test_an_open_model_keeps_few_compiled_products(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in COMPILED_PRODUCTS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with Case("opt").open(checkpoints, offload):
+        assert [os.environ[name] for name in COMPILED_PRODUCTS] == [str(KEPT_PRODUCTS)] * len(COMPILED_PRODUCTS)
 
 
 @pytest.mark.slow

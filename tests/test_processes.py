@@ -82,8 +82,8 @@ CASES = [
     Case(percent=(0, 100, 0, 100, 0, 100)),
     Case(percent=(30, 50, 40, 60, 0, 100), device="pretended", policy=(("kv_policy", "h2o"), ("kv_budget", 0.5))),
     Case(percent=(100, 0, 0, 50, 0, 0), device="pretended", kind="llama-gqa", lengths=(5, 9, 2, 7)),
-    Case(percent=(0, 40, 0, 50, 0, 100), weight_codec="group4", kind="qwen2", policy=(("kv_policy", "tova"), ("heavy", 4))),
     Case(percent=(40, 40, 0, 100, 100, 0), weight_codec="group4", kv_codec="group8", kind="qwen2", device="pretended"),
+    Case(percent=(0, 40, 0, 50, 0, 100), weight_codec="group4", kind="qwen2", policy=(("kv_policy", "tova"), ("heavy", 4))),
     Case(percent=(20, 0, 100, 0, 100, 0), device="pretended", sep_layer=False, num_gpu_batches=1),
     Case(percent=(0, 50, 0, 0, 0, 100), kind="qwen3-5", lengths=(5, 9, 2, 7)),
 ]
@@ -196,10 +196,39 @@ def flags(opt: Path, offload: Path) -> tuple[object, ...]:
     return ("--model", opt, "--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--offload-dir", offload, *plan)
 
 
-@pytest.mark.slow
+class ProcessInThread(threading.Thread):
+    """A process that is a thread here. It does what it is told first."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__()
+        self._connection = connection
+        self.start()
+
+    def run(self) -> None:
+        work, given = self._connection.recv()
+        self._status = work(ProcessLink(self._connection), *given)
+        self._connection.close()
+
+    def wait(self, seconds: float | None = None) -> int:
+        self.join(seconds)
+        return int(self._status)
+
+    def kill(self) -> None:
+        assert not self.is_alive()
+
+
+def started_in_a_thread(self: shared_work.Processes, descriptors: tuple[int, ...]) -> ProcessLink:
+    mine, its = Pipe()
+    self._processes.append(ProcessInThread(its))  # type: ignore[arg-type]
+    return ProcessLink(mine)
+
+
+@pytest.mark.parametrize("way", first_of(["threads", "processes"], 1))
 def test_a_run_by_two_writes_what_a_run_by_one_writes(
-    flags: tuple[object, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    way: str, flags: tuple[object, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way == "threads":
+        monkeypatch.setattr(shared_work.Processes, "_started", started_in_a_thread)
     asked = ("--num-prompts", 5, "--prompt-len", 7, "--gen-len", 6, "--temperature", 0.8, "--seed", 5, *flags)
     one = called(run.main, capfd, *asked, "--output", tmp_path / "one")
     two = called(run.main, capfd, *asked, "--output", tmp_path / "two", "--gpus", 2)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
@@ -36,6 +37,7 @@ from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.evaluation.answer_settings import model_settings
 from h2o_flexgen.jobs.line import LineReader
 from h2o_flexgen.jobs.line_fields import Options as LineOptions
+from h2o_flexgen.jobs.output import manifest_file
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.sampling.completion import Completion
@@ -450,6 +452,67 @@ def test_settings_of_a_cluster_are_taken_back(monkeypatch: pytest.MonkeyPatch) -
     with ray_environment():
         assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert dict(os.environ) == before
+
+
+class RayHere:
+    """Ray with actors in this process, which work as far as they are asked. One of them dies after so many messages."""
+
+    exceptions = PretendedRay.exceptions
+    put = get = staticmethod(lambda given: given)
+    kill = staticmethod(lambda worker: None)
+
+    def __init__(self, messages: int) -> None:
+        self._left = messages
+        self.workers: list[Any] = []
+
+    def remote(self, kind: Any) -> Any:
+        return SimpleNamespace(options=lambda **how: SimpleNamespace(remote=partial(self._begins, kind)))
+
+    def _begins(self, kind: Any, share: Any) -> Any:
+        worker = kind(share)
+        self.workers.append(worker)
+        return SimpleNamespace(open=self._streaming(worker.open), run=self._streaming(worker.run))
+
+    def _streaming(self, work: Any) -> Any:
+        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=lambda *given: self._said(work(*given))))
+
+    def _said(self, messages: Iterator[Any]) -> Iterator[Any]:
+        for message in messages:
+            self._left -= 1
+            if not self._left:
+                raise Death("gone")
+            yield message
+
+    @staticmethod
+    def wait(streams: Sequence[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return [streams[0]], [*streams[1:]]
+
+
+def test_a_job_of_workers_goes_on_as_that_of_one_process(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some requests are done, two lines are empty, and a worker dies."""
+    from h2o_flexgen.cli import ray_cluster, ray_job
+
+    lines: list[Any] = [
+        {"custom_id": f"r{n}", "prompt": "word " * (1 + n % 4), "max_tokens": 2 + n % 5, "temperature": 0.8 * (n % 2)}
+        for n in range(12)
+    ]
+    lines[7:7], lines[:0] = [""], [""]
+    file, alone, out = write(tmp_path / "in.jsonl", lines), tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
+    plan = ("--percent", "0", "100", "0", "100", "0", "100", "--gpu-batch-size", "2", "--offload-dir", str(tmp_path / "off"))
+    model = ("--model", str(llama), "--tokenizer", "bytes", "--dtype", "float32", "--device", "cpu", "--seed", "5", *plan)
+    assert batch.main(["-i", str(file), "-o", str(alone), *model]) == 0
+    manifest_file(out).write_bytes(manifest_file(alone).read_bytes())
+    out.write_text("".join(alone.read_text().splitlines(keepends=True)[2:6]))
+    here = RayHere(messages=7)
+    monkeypatch.setattr(ray_job, "ray", here)
+    monkeypatch.setattr(ray_job, "connected", lambda *asked: nullcontext(ray_cluster.Pool(2, 1, 0, 1)))
+    on_workers = ("--ray", "local", "--workers", "2", "--hand-out", "3", "--resume")
+    try:
+        assert batch.main(["-i", str(file), "-o", str(out), *model, *on_workers]) == 0
+        assert records(out) == records(alone) and len(here.workers) == 3
+    finally:
+        for worker in here.workers:
+            worker._engine.close()
 
 
 # -- on a cluster ------------------------------------------------------------------------------------------------------

@@ -71,10 +71,10 @@ FROM_DISK = (
     replace(LONG, policy=REUSING, gen_len=10),
     replace(LONG, policy=(*REUSING, ALIKE[1]), kind="mistral4", percent=MIXED, kv_codec="group8", dtype="bfloat16", gen_len=8),
     SOME_ON_DISK,
+    replace(LONG, policy=HEADS_APART, percent=MIXED, sep_layer=False),
     replace(
         SOME_ON_DISK, kind="qwen3", percent=MIXED, kv_codec="group4", gpu_batch_size=1, num_gpu_batches=3, dtype="bfloat16"
     ),
-    replace(LONG, policy=HEADS_APART, percent=MIXED, sep_layer=False),
     replace(LONG, policy=(("kv_policy", "kvzip"), ("kv_budget", 0.6), ("hh_prompt_only", True), ("kv_recall", 0.3))),
     replace(LONG, policy=(("kv_policy", "knorm"), ("kv_budget", 0.7), ("kv_recall", 0.3)), kind="gpt-oss-far", buffers=1),
     replace(LONG, kind="deepseek-v2", percent=MIXED),
