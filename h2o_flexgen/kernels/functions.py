@@ -56,7 +56,7 @@ from h2o_flexgen.kernels.products import (
     wide_products,
 )
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
-from h2o_flexgen.kernels.read_records import read_records, read_records_twin
+from h2o_flexgen.kernels.read_tokens import read_tokens, read_tokens_twin
 from h2o_flexgen.kernels.routing import gather_chosen, gather_chosen_twin, route, route_twin
 from h2o_flexgen.kernels.row_functions import (
     add_scaled,
@@ -138,7 +138,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(gated_sigmoid, gated_sigmoid_twin, gated_identity, gated_identity_twin),
         *(choose_slots, choose_slots_twin, chosen_attention),
         *(take_slots, take_slots_twin, gather_slots_twin, take_rows, take_rows_twin, put_rows, put_rows_twin),
-        *(read_records, read_records_twin),
+        *(read_tokens, read_tokens_twin),
         *(clamped_silu, clamped_silu_twin, route, route_twin, gather_chosen, gather_chosen_twin),
         *(add_scaled, add_scaled_twin, add_weighted, add_weighted_twin),
         *(pick_tokens, pick_tokens_twin, likeliest, likeliest_twin),

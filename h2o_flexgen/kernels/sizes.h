@@ -2,7 +2,7 @@
 
 #pragma once
 
-#define KERNELS_VERSION 43    /* raised when a function's arguments change: a library built from older sources is not called */
+#define KERNELS_VERSION 44    /* raised when a function's arguments change: a library built from older sources is not called */
 #define STEP_HEAD_VALUES 1024 /* most values of a head in a slot, in attention of a step */
 #define REGISTER_VALUES 16    /* float32 values of the widest register */
 #define PROMPT_KEYS 256       /* keys of a prompt are filled up to a multiple of this: whole tiles on every processor */

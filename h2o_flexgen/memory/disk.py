@@ -38,9 +38,9 @@ from h2o_flexgen.core.buffer_layout import (
     gather_buffer_bytes,
 )
 from h2o_flexgen.core.files import Check
-from h2o_flexgen.kernels.operations import read_records
+from h2o_flexgen.kernels.operations import read_tokens
 from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
-from h2o_flexgen.kernels.read_records import ENDED, RecordReads
+from h2o_flexgen.kernels.read_tokens import ENDED, TokenReads
 from h2o_flexgen.memory.host import Meter
 from h2o_flexgen.memory.threads import SharedWork, started_pool
 
@@ -185,13 +185,13 @@ class DiskFiles:
         if self._gatherers is None:
             self._gatherers = started_pool(GATHERERS, "gather")
 
-    def gather(self, wanted: RecordReads) -> None:
+    def gather(self, wanted: TokenReads) -> None:
         """Reads single tokens from a file to their places."""
         assert self._gatherers is not None
         count, room = len(wanted.groups), gather_buffer_bytes(wanted.group_bytes)
         at_once = min(room // wanted.group_bytes, max(1, -(-count // GATHERERS)))  # of few, each thread has its part
         workers, used = min(GATHERERS, -(-count // at_once)), at_once * wanted.group_bytes
-        work = SharedWork(lambda _: read_records(wanted, self._gather_buffer(room)[:used]), range(workers))
+        work = SharedWork(lambda _: read_tokens(wanted, self._gather_buffer(room)[:used]), range(workers))
         for _ in range(workers):
             self._gatherers.submit(work.do)
         if workers:
@@ -453,7 +453,7 @@ class DiskTier:
         groups = wanted.groups.copy()
         groups[:, 1] += region.offset
         progress, sizes = numpy.zeros(2, numpy.int64), (wanted.group_bytes, wanted.group_tokens)
-        self.files.gather(RecordReads(self._descriptor, ALIGNMENT, groups, wanted.held, *sizes, image, progress))
+        self.files.gather(TokenReads(self._descriptor, ALIGNMENT, groups, wanted.held, *sizes, image, progress))
         if failed := int(progress[1]):
             what = "ended too early" if failed == ENDED else os.strerror(failed)
             raise OSError(

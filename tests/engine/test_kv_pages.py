@@ -21,7 +21,7 @@ from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.engine.stores.kv_pages import KVPages, TokensRead
 from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.raw_memory import numpy_of
-from h2o_flexgen.kernels.read_records import RecordReads
+from h2o_flexgen.kernels.read_tokens import TokenReads
 from h2o_flexgen.kv.key_index import ChosenSlots
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory import disk as memory_disk
@@ -231,10 +231,10 @@ def test_many_reads_are_under_way_at_once(tokens: int, threads: int, at_once: in
     chosen = np.tile(np.arange(0, 2 * tokens, 2), (1, HEADS, 1))
     meeting, sizes = threading.Barrier(threads), list[int]()
 
-    def noted(wanted: RecordReads, buffer: Tensor) -> None:
+    def noted(wanted: TokenReads, buffer: Tensor) -> None:
         sizes.append(len(buffer) // wanted.group_bytes)
         meeting.wait(timeout=30)
 
-    with patch.object(memory_disk, "read_records", noted):
+    with patch.object(memory_disk, "read_tokens", noted):
         pages.bring(numpy_of(image, writes=True), ChosenSlots(now, torch.from_numpy(chosen)), POLICY)
     assert sizes == [at_once] * threads

@@ -22,7 +22,7 @@ ENDED = -1  # the file has less than was asked for
 
 
 @dataclass(frozen=True)
-class RecordReads:
+class TokenReads:
     """What is read: page groups, in which tokens have their values of all sets and heads side by side."""
 
     file: int  # a descriptor
@@ -36,11 +36,11 @@ class RecordReads:
     taken: Iterator[int] = field(default_factory=count)  # the same in Python: each next number goes to one thread
 
 
-def read_records(wanted: RecordReads, buffer: Tensor) -> None:
+def read_tokens(wanted: TokenReads, buffer: Tensor) -> None:
     """Reads page groups until none is left. `buffer`: bytes for some of them, of this thread alone."""
     sets, _, heads, _, width = wanted.image.shape
     set_bytes, row_bytes, head_bytes, slot_bytes, value_bytes = wanted.image.strides
-    given = _RecordReads(
+    given = _TokenReads(
         *(array.ctypes.data for array in (wanted.groups, wanted.held, wanted.progress)),
         address_of(buffer, writes=True),
         wanted.image.ctypes.data,
@@ -50,10 +50,10 @@ def read_records(wanted: RecordReads, buffer: Tensor) -> None:
         *(set_bytes, row_bytes, head_bytes, slot_bytes),
         *(wanted.alignment, wanted.file),
     )
-    run("read_records", given, 1)
+    run("read_tokens", given, 1)
 
 
-def read_records_twin(wanted: RecordReads, buffer: Tensor) -> None:
+def read_tokens_twin(wanted: TokenReads, buffer: Tensor) -> None:
     """One page group at a time."""
     sets, _, heads, _, width = wanted.image.shape
     for place in wanted.taken:
@@ -70,7 +70,7 @@ def read_records_twin(wanted: RecordReads, buffer: Tensor) -> None:
         wanted.image[:, row, :, first : first + tokens] = values.reshape(tokens, sets, heads, width).transpose(1, 2, 0, 3)
 
 
-def _read_whole(wanted: RecordReads, start: int, out: memoryview) -> int:
+def _read_whole(wanted: TokenReads, start: int, out: memoryview) -> int:
     """Fills `out`, and says what went wrong, or 0. A read past the page cache goes on where a page begins."""
     done = 0
     while done < len(out):
@@ -85,7 +85,7 @@ def _read_whole(wanted: RecordReads, start: int, out: memoryview) -> int:
     return 0
 
 
-class _RecordReads(ctypes.Structure):
+class _TokenReads(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("groups", "held", "progress", "buffer", "image")),
         *((name, ctypes.c_long) for name in ("count", "at_once", "group_bytes", "group_tokens", "sets", "heads", "width")),

@@ -18,11 +18,11 @@ typedef struct {
     long sets, heads, width;     /* bytes of a value of a head */
     long set, row, head, slot;   /* bytes from one to the next in the image */
     long alignment, file;
-} record_reads;
+} token_reads;
 
 #define ENDED -1
 
-static int read_whole(const record_reads *r, int64_t from, long nbytes)
+static int read_whole(const token_reads *r, int64_t from, long nbytes)
 {
     long done = 0;
     while (done < nbytes) {
@@ -39,7 +39,7 @@ static int read_whole(const record_reads *r, int64_t from, long nbytes)
     return 0;
 }
 
-static void place_group(const record_reads *r, const int64_t *group, const char *from)
+static void place_group(const token_reads *r, const int64_t *group, const char *from)
 {
     const long first = group[2] * r->group_tokens;
     for (long token = 0; token < r->group_tokens && first + token < r->held[group[0]]; token++)
@@ -51,7 +51,7 @@ static void place_group(const record_reads *r, const int64_t *group, const char 
 }
 
 /* Page groups from this one on that lie side by side, in the part of the list that is taken. */
-static long side_by_side(const record_reads *r, long at, long end)
+static long side_by_side(const token_reads *r, long at, long end)
 {
     long next = at + 1;
     while (next < end && r->groups[3 * next] == r->groups[3 * at] && r->groups[3 * next + 2] == r->groups[3 * next - 1] + 1)
@@ -59,9 +59,9 @@ static long side_by_side(const record_reads *r, long at, long end)
     return next - at;
 }
 
-void read_records(const void *given, int threads)
+void read_tokens(const void *given, int threads)
 {
-    const record_reads *r = given;
+    const token_reads *r = given;
     (void)threads; /* those of the caller */
     for (;;) {
         const long start = __atomic_fetch_add(&r->progress[0], r->at_once, __ATOMIC_RELAXED);

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT
 from h2o_flexgen.kernels.native import variants
-from h2o_flexgen.kernels.operations import read_records
+from h2o_flexgen.kernels.operations import read_tokens
 from h2o_flexgen.kernels.raw_memory import address_of
-from h2o_flexgen.kernels.read_records import ENDED, RecordReads, read_records_twin
+from h2o_flexgen.kernels.read_tokens import ENDED, TokenReads, read_tokens_twin
 from tests.kernels.variants import used
 
 BUILDS = ["torch", *variants()[:1]]
@@ -29,11 +29,11 @@ PAGES = 2  # of a page group, which has one token of one head
 WIDTH = PAGES * ALIGNMENT // 4
 
 
-def reads_of(descriptor: int, groups: Sequence[int], alignment: int = ALIGNMENT) -> RecordReads:
+def reads_of(descriptor: int, groups: Sequence[int], alignment: int = ALIGNMENT) -> TokenReads:
     """One row, of which each page group is a token."""
     listed, held = numpy.array([(0, 0, group) for group in groups], numpy.int64), numpy.array([64], numpy.int64)
     image = numpy.zeros((1, 1, 1, 64, WIDTH), numpy.int32)
-    return RecordReads(descriptor, alignment, listed, held, PAGES * ALIGNMENT, 1, image, numpy.zeros(2, numpy.int64))
+    return TokenReads(descriptor, alignment, listed, held, PAGES * ALIGNMENT, 1, image, numpy.zeros(2, numpy.int64))
 
 
 def buffer_of(pages: int = PAGES) -> Tensor:
@@ -62,7 +62,7 @@ def opened(request: pytest.FixtureRequest) -> Callable[[Path, int], int]:
 def test_threads_that_share_a_list_read_all_of_it(build: str, numbers: Path, opened: Callable[[Path, int], int]) -> None:
     wanted = reads_of(opened(numbers, os.O_RDONLY), range(0, 64, 2))
     with used(build), ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(read_records, wanted, buffer_of()) for _ in range(8)]:
+        for done in [pool.submit(read_tokens, wanted, buffer_of()) for _ in range(8)]:
             done.result()
     assert not wanted.progress[1]
     found = wanted.image[0, 0, 0]
@@ -87,7 +87,7 @@ def test_threads_of_the_twin_never_take_the_same(numbers: Path, opened: Callable
     groups.meeting, groups.looked_up = threading.Barrier(2), []
     object.__setattr__(wanted, "groups", groups)
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(read_records_twin, wanted, buffer_of()) for _ in range(2)]:
+        for done in [pool.submit(read_tokens_twin, wanted, buffer_of()) for _ in range(2)]:
             done.result()
     assert sorted(groups.looked_up) == [*range(16)]
     assert (wanted.image[0, 0, 0, :16] == numpy.arange(16)[:, None]).all()
@@ -97,7 +97,7 @@ def test_threads_of_the_twin_never_take_the_same(numbers: Path, opened: Callable
 def test_what_the_system_says_of_a_failed_read_is_told(build: str, numbers: Path, opened: Callable[[Path, int], int]) -> None:
     wanted = reads_of(opened(numbers, os.O_WRONLY), range(2))
     with used(build):
-        read_records(wanted, buffer_of())
+        read_tokens(wanted, buffer_of())
     assert wanted.progress[1] == errno.EBADF
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_ends_within_a_page_group_has_ended(build: str, numbers: Pat
     os.truncate(numbers, (4 * PAGES + 1) * ALIGNMENT)
     wanted = reads_of(opened(numbers, os.O_RDONLY), (0, 3, 4))
     with used(build):
-        read_records(wanted, buffer_of())
+        read_tokens(wanted, buffer_of())
     assert wanted.progress[1] == ENDED
     assert [*wanted.image[0, 0, 0, :5, 0]] == [0, 0, 0, 3, 0] and not wanted.image[0, 0, 0, 4].any()
 
@@ -119,7 +119,7 @@ def test_a_short_read_goes_on_where_it_ended(build: str, numbers: Path, opened: 
     protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     assert protect(address_of(buffer) + ALIGNMENT, ALIGNMENT, 0) == 0
     with used(build):
-        read_records(wanted, buffer)
+        read_tokens(wanted, buffer)
     assert wanted.progress[1] == errno.EFAULT
     assert (buffer[:ALIGNMENT].view(torch.int32) == 5).all()
 
@@ -136,6 +136,6 @@ def test_the_twin_reads_all_of_what_comes_in_parts(
 
     monkeypatch.setattr(os, "preadv", short)
     wanted = reads_of(opened(numbers, os.O_RDONLY), [5])
-    read_records_twin(wanted, buffer_of())
+    read_tokens_twin(wanted, buffer_of())
     assert not wanted.progress[1] and (wanted.image[0, 0, 0, 5] == 5).all()
     assert begins == [5 * PAGES * ALIGNMENT, (5 * PAGES + 1) * ALIGNMENT]
