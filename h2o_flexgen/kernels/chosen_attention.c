@@ -12,7 +12,7 @@ FOR_KIND(GROUP8)
 
 void chosen_attention(const void *given, int threads)
 {
-    static part_action *const actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF), ACTIONS(GROUP4), ACTIONS(GROUP8)};
+    static part_action *const actions[][6] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF), ACTIONS(GROUP4), ACTIONS(GROUP8)};
     const attention *a = given;
     share_out(given, a->rows * a->kv_heads, threads, for_sizes(actions[a->keys.kind], a));
 }

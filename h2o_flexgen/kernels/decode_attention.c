@@ -24,7 +24,7 @@ static void attend_mixed(const void *given, long number, int member) /* rotated 
 
 static part_action *chosen(const attention *a)
 {
-    static part_action *const actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF), ACTIONS(GROUP4), ACTIONS(GROUP8)};
+    static part_action *const actions[][6] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF), ACTIONS(GROUP4), ACTIONS(GROUP8)};
     if (a->keys.kind != a->values.kind)
         return attend_mixed;
     return for_sizes(actions[a->keys.kind], a);

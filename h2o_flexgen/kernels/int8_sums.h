@@ -102,9 +102,25 @@ static ALWAYS_INLINE void add_dots(const uint8_t *const *block, const int8_t *x,
 #endif
 }
 
+/* Outputs of all the tiles, register by register. */
+static ALWAYS_INLINE void finish_whole(const factors *p, long row, long rows, long first, floats (*sums)[REGISTERS], int kind)
+{
+    for (long next = 0; next < rows; next++)
+#pragma GCC unroll 4
+        for (int at = 0; at < REGISTERS; at++) {
+            const floats own = sums[next][at];
+            char *out = p->out + ((row + next) * p->outputs + first + LANES * at) * itemsize_of(kind);
+            store_floats(out, p->bias ? own + LOAD(floats, p->bias + first + LANES * at) : own, kind);
+        }
+}
+
 static ALWAYS_INLINE void finish_as(const factors *p, long row, long rows, long first_tile, floats (*sums)[REGISTERS], int kind)
 {
-    const long first = first_tile * TILE, left = p->outputs - first, outputs = left < TILES * TILE ? left : TILES * TILE;
+    const long first = first_tile * TILE, outputs = p->outputs - first;
+    if (outputs >= TILES * TILE) {
+        finish_whole(p, row, rows, first, sums, kind);
+        return;
+    }
     for (long next = 0; next < rows; next++) {
         float values[TILES * TILE];
         char *out = p->out + ((row + next) * p->outputs + first) * itemsize_of(kind);

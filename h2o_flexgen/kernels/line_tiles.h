@@ -29,17 +29,6 @@ static ALWAYS_INLINE void multiply_step(const char *outputs, long size, const fl
     }
 }
 
-static ALWAYS_INLINE void start_turned(int are_two)
-{
-    _tile_zero(ABOVE_LEFT);
-    _tile_zero(ABOVE_RIGHT);
-    if (are_two) {
-        _tile_zero(BELOW_LEFT);
-        _tile_zero(BELOW_RIGHT);
-    }
-    __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
-}
-
 static ALWAYS_INLINE void load_turned(turned_sums sums, int are_two)
 {
     __asm__ volatile("" : : : "memory");
@@ -93,7 +82,7 @@ static ALWAYS_INLINE void add_some_lines(const float *x, long steps, lines_of_pa
                                          int are_two)
 {
     if (is_first)
-        start_turned(are_two);
+        start_tiles(are_two);
     else
         load_turned(sums, are_two);
     for (long step = 0; step < steps; step++, x += STEP * rows)

@@ -7,18 +7,18 @@
 #include "arranging.h"
 
 #ifdef __AMX_BF16__
-/* Steps of a row stay together, and those of all rows of a block lie one behind the other. */
-static void arrange_block_of_pairs(const char *x, const product *p, long block, long nbytes)
+/* Steps of a row stay together, and those of all rows of a block lie one behind the other. A row is read as it lies. */
+static ALWAYS_INLINE void arrange_block_of_pairs(const char *x, const product *p, long block, long nbytes)
 {
-    const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows), most = STEP * sizeof(float);
-    for (long pair = 0; pair < p->columns; pair += SPAN) {
-        const long pairs = p->columns - pair < SPAN ? p->columns - pair : SPAN;
+    const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows);
+    for (long pair = 0; pair < p->columns; pair += PANEL_SPAN) {
+        const long pairs = p->columns - pair < PANEL_SPAN ? p->columns - pair : PANEL_SPAN;
         float *out = (float *)span_of_x(p, block, pair, pairs);
-        for (long at = pair * sizeof *out; at < (long)((pair + pairs) * sizeof *out); at += most)
-            for (long row = 0; row < rows; row++, out += STEP) {
-                const long left = nbytes - at, there = left < 0 ? 0 : left < most ? left : most;
-                memset((char *)out + there, 0, most - there);
-                memcpy(out, x + row * nbytes + at, there);
+        for (long row = 0; row < rows; row++)
+            for (long step = 0; step < pairs; step += STEP) {
+                const long at = (pair + step) * (long)sizeof *out;
+                const words own = words_of_row(x + row * nbytes + at, nbytes - at, FLOAT);
+                memcpy(out + step * rows + row * STEP, &own, sizeof own);
             }
     }
 }

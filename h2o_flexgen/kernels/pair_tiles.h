@@ -10,6 +10,7 @@
 #define GROUP_PANELS 8  /* that a part of x meets: more rows of many inputs than a cache has come from memory less often */
 #define GROUP_BLOCKS 12
 #define STEP 16 /* pairs of a row that lie side by side in a tile */
+#define PANEL_SPAN 256 /* pairs of a panel of codes: half of the nearest cache, and sums are moved half as often as with 128 */
 
 /* Numbers of tiles, as instructions are told them: rows above and below times a panel's outputs on the left and on the right. */
 #define ABOVE_LEFT 0
@@ -60,6 +61,18 @@ static inline void use_turned_tiles_of(long rows)
     size_tile(&sizes, LEFT, LINES_OF_TILE, LINE_OF_TILE);
     size_tile(&sizes, RIGHT, LINES_OF_TILE, LINE_OF_TILE);
     take_tiles(sizes, -rows);
+}
+
+/* Sums of nothing yet. */
+static ALWAYS_INLINE void start_tiles(int are_two)
+{
+    _tile_zero(ABOVE_LEFT);
+    _tile_zero(ABOVE_RIGHT);
+    if (are_two) {
+        _tile_zero(BELOW_LEFT);
+        _tile_zero(BELOW_RIGHT);
+    }
+    __asm__ volatile("" : : : "memory"); /* tiles are read where a compiler does not see it */
 }
 
 #endif

@@ -23,11 +23,15 @@
 #define MOST_ROWS 4
 #endif
 #define SPAN 128 /* inputs of a panel */
+#ifndef PANEL_SPAN
+#define PANEL_SPAN SPAN
+#endif
 #ifndef GROUP_PANELS
 #define GROUP_PANELS 8  /* most panels of outputs that meet a part of x one after the other */
 #define GROUP_BLOCKS 16 /* blocks of rows that meet a panel */
 #endif
 
+#define BEGINS_WITH_ZEROS (MOST_ROWS == 32)
 #if MOST_ROWS == 32 /* of tiles: there are no functions by the number of rows */
 #elif MOST_ROWS == 12
 #define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
@@ -118,28 +122,31 @@ static ALWAYS_INLINE void add_inputs(row_sums sums, const float *panel, const fl
 static ALWAYS_INLINE void finish(const product *p, long row, long output, const floats *sums)
 {
     const long size = itemsize_of(p->kind), left = p->outputs - output;
-    char *out = p->out + (row * p->outputs + output) * size;
+    char *out = p->out + (row * p->outputs + output) * size, last[PANEL * 4];
     float bias[PANEL] = {0};
-    char last[PANEL * 4];
+    if (left >= PANEL) { /* of sizes that a compiler knows: copies of others are calls */
+        for (int half = 0; half < 2; half++)
+            store_floats(out + half * LANES * size, sums[half] + LOAD(floats, p->bias ? p->bias + output + half * LANES : bias), p->kind);
+        return;
+    }
     if (p->bias)
-        memcpy(bias, p->bias + output, (left < PANEL ? left : PANEL) * sizeof *bias);
+        memcpy(bias, p->bias + output, left * sizeof *bias);
     for (int half = 0; half < 2; half++)
-        store_floats((left < PANEL ? last : out) + half * LANES * size, sums[half] + LOAD(floats, bias + half * LANES), p->kind);
-    if (left < PANEL)
-        memcpy(out, last, left * size);
+        store_floats(last + half * LANES * size, sums[half] + LOAD(floats, bias + half * LANES), p->kind);
+    memcpy(out, last, left * size);
 }
 
 /* -- the order of the work -------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    float values[SPAN][PANEL];
-    float scales[SPAN / GROUP][PANEL], minima[SPAN / GROUP][PANEL]; /* of each group and output; unused where there are none */
+    float values[PANEL_SPAN][PANEL];
+    float scales[PANEL_SPAN / GROUP][PANEL], minima[PANEL_SPAN / GROUP][PANEL]; /* of each group and output; unused where there are none */
 } panel_values;
 
 /* Fills a panel with the outputs from `output` on and a number of inputs (whole groups) from `input` on. */
 typedef void fill_panel(const product *p, long output, long input, long inputs, panel_values *panel);
 
-/* Adds the sums over a panel's inputs, from `input` on, to the sums of a block of rows. */
+/* Adds the sums over a panel's inputs, from `input` on, to the sums of a block of rows. Tiles begin with zeros by themselves. */
 typedef void add_panel(const product *p, long block, long input, long inputs, const panel_values *panel, floats (*sums)[2]);
 
 /* Some panels of outputs and some blocks of rows, which are multiplied together. */
@@ -159,10 +166,10 @@ static ALWAYS_INLINE void multiply_work(const product *p, work part, fill_panel 
     _Alignas(64) floats sums[GROUP_PANELS][GROUP_BLOCKS * MOST_ROWS][2];
     _Alignas(64) panel_values values;
     const long first = first_row(part.block, p->rows), rows = first_row(part.block + part.blocks, p->rows) - first;
-    for (long panel = 0; panel < part.panels; panel++)
+    for (long panel = 0; panel < part.panels && !BEGINS_WITH_ZEROS; panel++)
         memset(sums[panel], 0, rows * sizeof sums[panel][0]);
-    for (long input = 0; input < p->columns; input += SPAN) {
-        const long inputs = p->columns - input < SPAN ? p->columns - input : SPAN;
+    for (long input = 0; input < p->columns; input += PANEL_SPAN) {
+        const long inputs = p->columns - input < PANEL_SPAN ? p->columns - input : PANEL_SPAN;
         for (long panel = 0; panel < part.panels; panel++) {
             fill(p, (part.panel + panel) * PANEL, input, inputs, &values);
             for (long block = part.block; block < part.block + part.blocks; block++)
@@ -174,10 +181,11 @@ static ALWAYS_INLINE void multiply_work(const product *p, work part, fill_panel 
             finish(p, first + row, (part.panel + panel) * PANEL, sums[panel][row]);
 }
 
+/* All outputs of some rows come before the next rows, which take more room in a cache than the codes of a few panels. */
 static ALWAYS_INLINE work work_number(const product *p, long number, long panels, long groups_of_blocks)
 {
     const long all_panels = parts_of(p->outputs, PANEL), all_blocks = parts_of(p->rows, MOST_ROWS);
-    const long panel = number / groups_of_blocks * panels, group = number % groups_of_blocks;
+    const long works = parts_of(all_panels, panels), panel = number % works * panels, group = number / works;
     const long block = group * all_blocks / groups_of_blocks, behind = (group + 1) * all_blocks / groups_of_blocks;
     return (work){panel, all_panels - panel < panels ? all_panels - panel : panels, block, behind - block};
 }

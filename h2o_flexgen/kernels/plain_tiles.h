@@ -35,7 +35,7 @@ static ALWAYS_INLINE void multiply_outputs(const product *p, long output, turned
 {
     const long rows = p->rows, above = rows_above(rows), size = p->inputs * 2, steps = p->columns / STEP, there = p->outputs - output;
     const char *first = (const char *)p->data + output * size;
-    start_turned(are_two);
+    start_tiles(are_two);
     for (long step = 0; step < steps; step++) {
         const char *at = first + step * LINE_OF_TILE;
         const long left = size - step * LINE_OF_TILE;

@@ -12,6 +12,7 @@
 #include "team.h"
 
 #define TOGETHER 4 /* slots per pass over the sums, so that these are loaded and stored less often */
+#define AWAITED 4096 /* bytes of slots that are asked for before a head comes to them: behind these, a stream has been noticed */
 
 /* The sums of four registers. */
 static ALWAYS_INLINE void sums_of(const floats *of, float *out)
@@ -286,6 +287,13 @@ static ALWAYS_INLINE void narrow_outcome(const float *from, char *to, long count
 #undef NARROW
 }
 
+/* Has the first slots of a head come nearer before they are read: where few are held, no stream is noticed in time. */
+static ALWAYS_INLINE void await_slots(const slots *from, long row, long head, long held, long bytes)
+{
+    const long nbytes = (held - 1) * from->slot + bytes;
+    await_slot(slot_at(from, row, head, 0), nbytes < AWAITED ? nbytes : AWAITED);
+}
+
 static ALWAYS_INLINE void attend(const attention *a, const int64_t *all_places, long row, long head, long group, long dim,
                                  int key_kind, int value_kind)
 {
@@ -301,6 +309,8 @@ static ALWAYS_INLINE void attend(const attention *a, const int64_t *all_places, 
     const int64_t *places = all_places ? all_places + unit * a->capacity : NULL;
     float *shares = a->shares + unit * group * a->capacity, *got = places ? NULL : a->got + unit * a->capacity;
     const long held = a->held[row];
+    if (!places)
+        await_slots(&a->values, row, head, held, bytes_of_slot(dim, value_kind));
     if (is_fixed(a->kind, group, key_kind))
         in_fixed_point(scoring, a, &a->keys, places, row, head);
     else
@@ -311,6 +321,8 @@ static ALWAYS_INLINE void attend(const attention *a, const int64_t *all_places, 
         cap_scores(shares + g * a->capacity, 0, held, a->cap);
     for (long g = 0; g < group; g++)
         more[g] = softmax(shares + g * a->capacity, got, held, score_of_more(a->more, unit * group + g), a->is_highest);
+    if (!places && unit + 1 < a->rows * a->kv_heads)
+        await_slots(&a->keys, (unit + 1) / a->kv_heads, (unit + 1) % a->kv_heads, held, bytes_of_slot(dim, key_kind));
     if (is_fixed(a->kind, group, value_kind)) {
         in_fixed_point(summing, a, &a->values, places, row, head);
     } else {
@@ -340,18 +352,20 @@ static ALWAYS_INLINE void attend_part(const attention *a, const int64_t *places,
     }
 #define FOR_KIND(KIND)                                                                                                           \
     FOR_SIZES(64, KIND, 1, 64)                                                                                                   \
+    FOR_SIZES(groups_64, KIND, a->group, 64)                                                                                     \
     FOR_SIZES(128, KIND, 1, 128)                                                                                                 \
     FOR_SIZES(4_128, KIND, 4, 128)                                                                                               \
     FOR_SIZES(groups_128, KIND, a->group, 128)                                                                                   \
     FOR_SIZES(any, KIND, a->group, a->dim)
 
-#define ACTIONS(KIND) {attend_64_##KIND, attend_128_##KIND, attend_4_128_##KIND, attend_groups_128_##KIND, attend_any_##KIND}
+#define ACTIONS(KIND)                                                                                                            \
+    {attend_64_##KIND, attend_groups_64_##KIND, attend_128_##KIND, attend_4_128_##KIND, attend_groups_128_##KIND, attend_any_##KIND}
 
 static ALWAYS_INLINE part_action *for_sizes(part_action *const *of_kind, const attention *a)
 {
-    if (a->group == 1 && a->dim == 64)
-        return of_kind[0];
+    if (a->dim == 64)
+        return of_kind[a->group == 1 ? 0 : 1];
     if (a->dim == 128)
-        return of_kind[a->group == 1 ? 1 : a->group == 4 ? 2 : 3];
-    return of_kind[4];
+        return of_kind[a->group == 1 ? 2 : a->group == 4 ? 3 : 4];
+    return of_kind[5];
 }

@@ -203,7 +203,7 @@ static ALWAYS_INLINE void add_by_block(const product *p, const line_actions *how
     how->read(of, 0, 0, PANEL);
     for (long step = 0; step < AHEAD; step++)
         how->decode(of, 0, PANEL, step, lines[step]);
-    start_turned(are_two);
+    start_tiles(are_two);
     for (long step = 0; step < steps; step++, x += STEP * p->rows) {
         const long stretch = step / STEPS + 1, first = step % STEPS * (2 * PANEL / STEPS), later = step + AHEAD;
         multiply_step(*lines[step % (AHEAD + 1)], LINE_OF_TILE, x, x + below, p->rows, are_two);
@@ -306,7 +306,7 @@ static ALWAYS_INLINE void add_by_two(const product *p, const line_actions *how, 
     how->read(of, 0, first, first + LINES_OF_TILE);
     for (long step = 0; step < AHEAD; step++)
         how->decode(of, first, first + LINES_OF_TILE, step, lines[step]);
-    start_turned(1);
+    start_tiles(1);
     for (long step = 0; step < steps; step++) {
         const long stretch = step / STEPS + 1, at = step % STEPS * (2 * LINES_OF_TILE / STEPS), later = step + AHEAD;
         multiply_two(*lines[step % (AHEAD + 1)], halves_at(p, step));
