@@ -280,12 +280,13 @@ def main(argv: Sequence[str]) -> int:
 
 def document_of(args: argparse.Namespace, found: Mapping[str, Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> Any:
     """In the form that scripts/readme_results.py makes a table of."""
-    asked = {name: value for name, value in vars(args).items() if name not in ("output", "offload_dir") and value is not None}
+    left_out = {"output", "offload_dir", *(["narrow"] if args.narrow == 1 else [])}
+    asked = {name: value for name, value in vars(args).items() if name not in left_out and value is not None}
     rows = args.rows * args.batches
-    where = "memory" if args.kv == "memory" else "the disk"
-    alike = f"{args.heads_alike:.0%} and {args.steps_alike:.0%} alike"
+    where = "in memory" if args.kv == "memory" else "on the disk"
+    alike = f"heads {args.heads_alike:.0%} and steps {args.steps_alike:.0%} alike"
     return {
-        "title": f"{args.layers} layers of Qwen3-8B behind {rows} rows of {args.tokens} tokens, KV in {where}, {alike}",
+        "title": f"{args.layers} layers of Qwen3-8B behind {rows} rows of {args.tokens} tokens, KV {where}, {alike}",
         "machine": {**describe_machine(open_device("cpu")), "kernels": in_use()},
         "command": shlex.join(["python", "benchmarks/long_rows.py", *words_of(asked)]),
         "commit": commit(),
