@@ -709,6 +709,7 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
         ((*SMALL, "--cut-gen-len", 6), ("--cut-gen-len 6 cuts nothing: --gen-len has 5",)),
         (("--device", "abacus"), ("'abacus'", "cpu")),
         (("--trace", "/no/such/folder/trace.json"), ("--trace", "/no/such/folder")),
+        (("--trace", "~nobody-here/trace.json"), ("--trace", "~nobody-here")),
         (("--log-file", "/no/such/folder/log"), ("--log-file", "/no/such/folder")),
         (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
         ((*SMALL, "--hh-ratio", "0.001"), ("--kv-policy h2o has a budget of 0 slots",)),

@@ -16,7 +16,7 @@ from h2o_flexgen.apps.data_wrangling.data_sets import DATA_SETS, DETECT, IMPUTE,
 from h2o_flexgen.cli.flags import Parser
 from h2o_flexgen.cli.main import status_of
 from h2o_flexgen.core.allowed_values import Bounds
-from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.files import local_path, write_text
 from h2o_flexgen.sampling.params import SEED
 
 MAKERS = ("northwind", "acme", "globex", "initech", "umbrella works", "stark tools", "wayne press", "hooli")
@@ -165,7 +165,7 @@ def _parser() -> Parser:
 
 
 def _write(flags: Namespace) -> None:
-    own = MadeUpDataSet(DATA_SETS[flags.data_set], flags.rows, flags.seed).write(Path(flags.folder).expanduser())
+    own = MadeUpDataSet(DATA_SETS[flags.data_set], flags.rows, flags.seed).write(local_path(flags.folder))
     print(own)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from h2o_flexgen.calibration.text_reading import (
     reading_of,
     turned,
 )
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import DEVICE, HOST
@@ -179,7 +179,7 @@ def _note(scores: list[Tensor], fit: ProbeFit | None, read: LayerRead) -> None:
 
 def _name(model: str) -> str:
     """The model's name, without the folder that it lies in here."""
-    place = Path(model).expanduser()
+    place = local_path(model)
     return place.name.removesuffix(".gguf") if place.exists() else model
 
 

@@ -7,7 +7,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from h2o_flexgen.checkpoints.gguf_format import SUFFIX, first_part, has_magic, i
 from h2o_flexgen.checkpoints.model_files import SAFETENSORS, TORCH
 from h2o_flexgen.core.allowed_values import decimal_number
 from h2o_flexgen.core.environment import cache_folder
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.interrupted import contexts
 
@@ -91,7 +91,7 @@ FETCHED_MODELS = {model.name: model for model in (SMOLLM2,)}
 def local_place(model: str) -> Path:
     """The folder or file of a model of the package, of one in the cache, or of one that is named by its path."""
     fetched = FETCHED_MODELS.get(model)
-    return demo_folder(model) or (fetched.path if fetched else Path(os.path.expanduser(model)))
+    return demo_folder(model) or (fetched.path if fetched else local_path(model))
 
 
 def folders_beside(model: str) -> tuple[Path, ...]:
@@ -159,7 +159,7 @@ def place_here(name_or_path: str) -> Path | None:
     """The folder or GGUF file without the hub; None for a name that only the hub may have."""
     if not name_or_path:
         raise ValueError(f"model {name_or_path!r} is empty; {ADVICE}")
-    folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
+    folder = local_path(name_or_path)
     if demo := demo_folder(name_or_path):  # first, so that the demo runs even beside a folder ./demo
         return demo
     if fetched := FETCHED_MODELS.get(name_or_path):
@@ -283,19 +283,15 @@ def cached_folder(name: str) -> Path | None:
 def divided(given: str) -> tuple[Path, float]:
     """The place and the weight of what is given as PATH or as PATH=WEIGHT."""
     path, _, weight = given.rpartition("=")
-    if not path or local(given).exists():
-        return local(given), 1.0
+    if not path or local_path(given).exists():
+        return local_path(given), 1.0
     try:
         found = decimal_number(weight)
     except ValueError:
         found = float("nan")
     if not isfinite(found):
         raise ValueError(f"adapter {shown(given)} has the weight {shown(weight)}; give PATH, or PATH=WEIGHT with a number")
-    return local(path), found
-
-
-def local(path: str | Path) -> Path:
-    return Path(os.path.expanduser(path))  # Path's own raises for an unknown user
+    return local_path(path), found
 
 
 def refuse_missing_adapters(places: Iterable[Path]) -> None:

@@ -27,6 +27,7 @@ from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import MODEL, NOISE, PLAN, SITE, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.hints import not_installed
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.engine.progress import Progress
@@ -255,7 +256,7 @@ def _files(flags: Namespace) -> JobFiles:
     named = {OUTPUT: flags.output_file, "--metrics": flags.metrics}
     for flag, name in named.items():
         check_writable(name, flag)
-    output, given = _real(flags.output_file), Path(flags.output_file).expanduser()
+    output, given = _real(flags.output_file), local_path(flags.output_file)
     if given.exists() and not given.is_file():  # a link to an open pipe leads to no path
         raise ValueError(f"{OUTPUT} {flags.output_file} is a device or a pipe, from which no job can go on; give a plain file")
     if not os.access(output if output.exists() else output.parent, os.W_OK, effective_ids=True):
@@ -276,7 +277,7 @@ def _files(flags: Namespace) -> JobFiles:
 
 
 def _real(name: str) -> Path:
-    return Path(name).expanduser().resolve()
+    return local_path(name).resolve()
 
 
 def _is_stdout(path: Path) -> bool:

@@ -15,6 +15,7 @@ from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import Group, Parser
 from h2o_flexgen.cli.output_files import OUTPUT, check_output_file, check_picture
 from h2o_flexgen.core.allowed_values import Bounds
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.policies.head_budgets import FILE, OWN
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
@@ -71,9 +72,9 @@ def request_of(flags: Namespace) -> CalibrateRequest:
         tokens=flags.tokens,
         number=flags.texts,
         keeps=flags.output is None and flags.probe is None,
-        output=flags.output and Path(flags.output).expanduser(),
-        probe=flags.probe and Path(flags.probe).expanduser(),
-        picture=flags.picture and Path(flags.picture).expanduser(),
+        output=flags.output and local_path(flags.output),
+        probe=flags.probe and local_path(flags.probe),
+        picture=flags.picture and local_path(flags.picture),
         verbose=flags.verbose,
     )
 

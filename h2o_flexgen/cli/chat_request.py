@@ -5,14 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, adapter_of_all, model_of, plan_of, sampling_of, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.files import local_path, parse_json
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.busy_cores import Others
@@ -90,7 +89,7 @@ def request_of(flags: Namespace) -> ChatRequest:
 
 
 def turns_in(name: str) -> list[str]:
-    file = Path(name).expanduser()
+    file = local_path(name)
     lines = read_lines(file, "input", "a turn")
     if file.suffix != ".jsonl":
         return lines

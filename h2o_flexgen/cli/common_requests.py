@@ -11,6 +11,7 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.kernel_table import INT8
@@ -59,7 +60,7 @@ def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
     if path is None or dummy_weights:
         name = model or path or ""
         return ModelRequest(name, name, dummy_weights)
-    folder = _folder_in(Path(path).expanduser(), model)
+    folder = _folder_in(local_path(path), model)
     return ModelRequest(model or folder.name, str(folder), dummy_weights)
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.files import local_path, write_text
 from h2o_flexgen.sampling.completion import Completion
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -31,14 +31,14 @@ RECORDED = ("index", "prompt", "prompt_token_ids", "text", "token_ids", "finish_
 def check_writable(file: str | None, flag: str) -> None:
     if file is None:
         return
-    path = Path(file).expanduser()
+    path = local_path(file)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {file} cannot be written: give a file in a folder that exists")
 
 
 def check_output_file(file: str | None, flag: str = OUTPUT) -> None:
     check_writable(file, flag)
-    given = Path(file or "").expanduser()
+    given = local_path(file or "")
     try:
         is_other = given.exists() and not given.is_file()
     except OSError as error:
@@ -68,7 +68,7 @@ def open_output_folder(folder: str | None) -> Path | None:
     """Makes the folder for several files and checks that it is writable."""
     if folder is None:
         return None
-    path = Path(folder).expanduser()
+    path = local_path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         reason = None if os.access(path, os.W_OK | os.X_OK) else "nothing may be written there"
@@ -86,7 +86,7 @@ class CompletionsFile:
     """The file of --output, used in a `with`: `add` appends what is done, `finish` writes it all."""
 
     def __init__(self, file: str) -> None:
-        self.file = Path(os.path.realpath(Path(file).expanduser()))
+        self.file = Path(os.path.realpath(local_path(file)))
         self._count = 0
         self._stream: FileIO | None = None  # opened for the first text: a process killed before leaves nothing
         try:

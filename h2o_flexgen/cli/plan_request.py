@@ -13,6 +13,7 @@ from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import DUMMY_PATH, PLAN, SITE, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.option import flag_of, flags_written
 from h2o_flexgen.core.units import SIZE
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
@@ -81,8 +82,8 @@ def request_of(flags: Namespace) -> PlanRequest:
         prompt_len=flags.prompt_len,
         gen_len=flags.gen_len,
         disk=flags.disk,
-        plot=flags.plot and Path(flags.plot).expanduser(),
-        timeline=flags.timeline and Path(flags.timeline).expanduser(),
+        plot=flags.plot and local_path(flags.plot),
+        timeline=flags.timeline and local_path(flags.timeline),
         verbose=flags.verbose,
         model_flags=(*_typed(flags, ("model", "path")), *(("--dummy-weights",) if flags.dummy_weights else ())),
         head_flags=tuple(_typed(flags, (HEAD_BUDGETS, PROBE))),

@@ -12,6 +12,7 @@ from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import MODEL, SITE, Parser
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.planning.machine import SUFFIXES
 from h2o_flexgen.session.open_request import SiteRequest
 
@@ -46,7 +47,7 @@ def _output_file(output: str | None) -> Path | None:
     if output is None:
         return None
     check_writable(output, "-o")
-    file = Path(output).expanduser()
+    file = local_path(output)
     if file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"-o {output} does not end in {' or '.join(SUFFIXES)}; give it such a name")
     return file

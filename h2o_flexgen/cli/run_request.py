@@ -26,6 +26,7 @@ from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import PLAN, REPEATABLE, SITE, Group, Parser, add_placement, add_sizes, typed
 from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -179,7 +180,7 @@ def _files(flags: Namespace) -> OutputFiles:
     if flags.log_file not in (None, AUTO_LOG):
         check_writable(flags.log_file, "--log-file")
     check_output_file(flags.output)
-    trace, timeline, log = (name and Path(name).expanduser() for name in (flags.trace, flags.timeline, flags.log_file))
+    trace, timeline, log = (name and local_path(name) for name in (flags.trace, flags.timeline, flags.log_file))
     log = None if flags.no_log else NamedByPlan() if flags.log_file == AUTO_LOG else log
     return OutputFiles(flags.output, trace, timeline, log)
 

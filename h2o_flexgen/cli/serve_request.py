@@ -13,6 +13,7 @@ from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, p
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import MODEL, NOISE, PLAN, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import SIZE, parse_bytes
 from h2o_flexgen.core.workload import GATHER, PROMPTS, TOKENS
@@ -123,13 +124,13 @@ def request_of(flags: Namespace) -> ServeRequest:
 
 
 def _listen(flags: Namespace) -> ListenRequest:
-    key_file = None if flags.api_key_file is None else Path(flags.api_key_file).expanduser()
+    key_file = None if flags.api_key_file is None else local_path(flags.api_key_file)
     return ListenRequest(flags.host, flags.port, key_file, parse_bytes(flags.max_body))
 
 
 def _keep(flags: Namespace) -> KeepRequest | None:
     if flags.data_dir is not None:
-        return KeepRequest(Path(flags.data_dir).expanduser(), parse_bytes(flags.max_file or MOST_FILE))
+        return KeepRequest(local_path(flags.data_dir), parse_bytes(flags.max_file or MOST_FILE))
     if flags.max_file is not None:
         raise ValueError(f"--max-file is for files that are kept; add {DATA_DIR} FOLDER, or leave it out")
     return None

@@ -57,6 +57,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 LARGEST_DOCUMENT = 1 << 28  # bytes: far more than any description that is read at once
 
 
+def local_path(path: str | Path) -> Path:
+    """The path, with the folder of a user for ~ in front. That of a user that the machine does not know stays as it is."""
+    return Path(os.path.expanduser(path))  # Path's own raises for an unknown user
+
+
 def read_text(path: Path, what: str) -> str:
     """The text of a file that the user named; `what` begins the error of one that cannot be read. A pipe or a device may not
     end: no more is read of it than of a document."""

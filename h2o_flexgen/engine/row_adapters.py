@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.adapters import NOT_FOR_ROWS, Adapter, LowRank, adapter_for
-from h2o_flexgen.checkpoints.model_places import local
 from h2o_flexgen.checkpoints.stored_architecture import TensorNames, bare_name
 from h2o_flexgen.core.buffer_layout import aligned
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.prefix_groups import MOST_ADAPTERS, OWN_TOKENS
@@ -125,7 +125,7 @@ class RowAdapters:
 
     def add(self, name: str, folder: str | Path, spec: ModelSpec, names: TensorNames, model: Path | None = None) -> None:
         """Takes one more. The same folder under a known name is no new one. `model`: its folder or file."""
-        place = local(folder)
+        place = local_path(folder)
         known = next((one for one in self._each if one.name == name), None)
         if known is not None:
             if known.adapter.folder.resolve() != place.resolve():

@@ -12,7 +12,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple, TypeAlias
 
-from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.files import local_path, parse_json
 from h2o_flexgen.core.hints import reason, refuse_unknown, shown
 from h2o_flexgen.jobs.line_fields import (
     CLASSIFY,
@@ -50,7 +50,7 @@ class InputFile:
     @classmethod
     def of(cls, name: str) -> InputFile:
         """Refuses what cannot be read twice."""
-        path = Path(name).expanduser()
+        path = local_path(name)
         try:
             with path.open("rb") as opened:
                 is_plain = S_ISREG(os.fstat(opened.fileno()).st_mode)

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from h2o_flexgen.core.allowed_values import decimal_number
-from h2o_flexgen.core.files import parse_yaml, read_document, write_text
+from h2o_flexgen.core.files import local_path, parse_yaml, read_document, write_text
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.site import DEVICE, HOST
@@ -452,7 +452,7 @@ SUFFIXES = (".yaml", ".yml")
 
 def find_machine(name_or_file: str | Path) -> Machine:
     """Loads a machine from a file, or by the name of one of the package."""
-    file = Path(name_or_file).expanduser()
+    file = local_path(name_or_file)
     if file.suffix.lower() in SUFFIXES or file.is_file():
         return Machine.load(file)
     known, name = _package_files(), str(name_or_file)

@@ -28,6 +28,7 @@ import psutil
 import torch
 
 from h2o_flexgen.core.environment import existing_folder
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.interrupted import raised_again
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.engine.progress import Progress
@@ -206,7 +207,7 @@ def instructions() -> str:
 
 def file_system(folder: Path) -> str:
     """What the folder lies on: the device, its kind, and where it is mounted."""
-    place = existing_folder(folder.expanduser()).resolve()
+    place = existing_folder(local_path(folder)).resolve()
     mounts = [one for one in psutil.disk_partitions(all=True) if place.is_relative_to(one.mountpoint)]
     if not mounts:
         return UNKNOWN

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Protocol
 
 from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Choice, Rule, any_of, several, text
-from h2o_flexgen.core.files import NotADocument, parse_json, read_document_text
+from h2o_flexgen.core.files import NotADocument, local_path, parse_json, read_document_text
 from h2o_flexgen.core.hints import refuse_unknown, shortened, shown
 
 JSON, REGEX, CHOICE, GRAMMAR, JSON_OBJECT = "json", "regex", "choice", "grammar", "json_object"
@@ -130,7 +129,7 @@ class AsStructuredOutputs(Allowed):
         return StructuredOutputsParams(**found)
 
     def typed(self, word: str) -> StructuredOutputsParams:
-        path = Path(word).expanduser()
+        path = local_path(word)
         named = shortened(str(path))
         try:
             return StructuredOutputsParams(json=read_document_text(path, named))

@@ -21,6 +21,7 @@ from h2o_flexgen.checkpoints.model_places import (
 )
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
 from h2o_flexgen.core.environment import Threads, cache_folder, cores, default_offload_folder
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
@@ -174,7 +175,7 @@ class SiteRequest:
 
     @property
     def offload_folder(self) -> Path:
-        return Path(self.offload_dir or default_offload_folder()).expanduser()
+        return local_path(self.offload_dir or default_offload_folder())
 
     @property
     def of_each(self) -> SiteRequest:

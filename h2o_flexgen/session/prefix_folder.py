@@ -16,7 +16,7 @@ import h2o_flexgen
 from h2o_flexgen.checkpoints.derived import model_name
 from h2o_flexgen.checkpoints.stale_files import written_beside
 from h2o_flexgen.core.buffer_layout import PrefixLayout
-from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.files import local_path, parse_json
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
@@ -45,7 +45,7 @@ class PrefixFolder:
         """The folder that is asked for, if one is. That of another model is refused."""
         if site.prefix_dir is None:
             return None
-        folder = cls(Path(site.prefix_dir).expanduser(), parse_bytes(site.prefix_dir_size), opened)
+        folder = cls(local_path(site.prefix_dir), parse_bytes(site.prefix_dir_size), opened)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             folder._mark(site.named("prefix_dir"))

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import held_out_prose
-from h2o_flexgen.core.files import parse_json, read_text
+from h2o_flexgen.core.files import local_path, parse_json, read_text
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 
@@ -19,7 +19,7 @@ def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None
     """The prompts of --prompt, then those of the file, only the first `num` of them. The list is empty if none are given."""
     if texts is None and file is None:
         return []
-    prompts = [*(texts or ()), *(read_prompts(Path(file).expanduser()) if file is not None else ())]
+    prompts = [*(texts or ()), *(read_prompts(local_path(file)) if file is not None else ())]
     for place, prompt in enumerate(prompts):
         if not prompt.strip():
             raise ValueError(f"prompt {place} is empty; every prompt needs at least one token")
@@ -142,7 +142,7 @@ class Text:
 
     @classmethod
     def read(cls, file: str) -> Text:
-        content = read_text(Path(file).expanduser(), f"text {file}")
+        content = read_text(local_path(file), f"text {file}")
         if not content.strip():
             raise ValueError(f"text {file} is empty; give a file with a text in it")
         return cls(file, content)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 
-from h2o_flexgen.core.files import read_text
+from h2o_flexgen.core.files import local_path, read_text
 from h2o_flexgen.core.hints import did_you_mean, shown
 
 MARK = "\ufeff"  # begins files of some editors
@@ -312,7 +312,7 @@ class Folder:
     @classmethod
     def of(cls, task: QuestionKind, given: str, name: str | None) -> Folder:
         """The folder that is given, or the data set of this name below it."""
-        top = Path(given).expanduser()
+        top = local_path(given)
         if not top.is_dir():
             raise ValueError(f"{DATA_DIR} {given} is no folder; {_advice(task)}")
         if name is None:

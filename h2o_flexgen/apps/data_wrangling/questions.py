@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from h2o_flexgen.apps.data_wrangling.data_sets import DETECT, IMPUTE, MATCH, DataSet, Folder, Row, Table
-from h2o_flexgen.core.files import parse_json, read_text
+from h2o_flexgen.core.files import local_path, parse_json, read_text
 from h2o_flexgen.core.hints import shown
 
 FULL_STOP = "."
@@ -237,7 +237,7 @@ def _balanced(rows: Sequence[Question], random: Random) -> list[Question]:
 def by_hand(file: str, data_set: DataSet) -> Examples:
     """Examples of a file: a text that stands before every question, or in a .json file one text, or an object with a text for
     each value of the column that the data set's examples depend on."""
-    path = Path(file).expanduser()
+    path = local_path(file)
     text = read_text(path, f"{FILE} {file}")
     if path.suffix != JSON:
         return Examples(_some(text, file))

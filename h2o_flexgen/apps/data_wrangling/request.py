@@ -41,7 +41,7 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchOptions, BatchRequest, add_engine, add_job
 from h2o_flexgen.cli.flags import NOISE, Group, Parser, typed
 from h2o_flexgen.core.allowed_values import Bounds
-from h2o_flexgen.core.files import write_durably
+from h2o_flexgen.core.files import local_path, write_durably
 from h2o_flexgen.core.workload import MOST_PROMPTS, PROMPTS, TOKENS
 from h2o_flexgen.jobs.line import JSON_LINES, InputFile
 from h2o_flexgen.jobs.line_fields import Options
@@ -184,7 +184,7 @@ def _job(flags: Namespace, requests: str, gen_len: int, made_of: Mapping[str, ob
 
 
 def _beside(output: str, ending: str) -> Path:
-    path = Path(output).expanduser()
+    path = local_path(output)
     return path.with_name(path.name.removesuffix(JSON_LINES) + ending)
 
 

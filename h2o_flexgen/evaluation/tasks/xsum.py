@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.files import local_path, parse_json
 from h2o_flexgen.evaluation.cells import Figure, mean, of_means
 from h2o_flexgen.evaluation.tasks.task import Advance, Bound, EvaluationTask, Shown, Size, TaskOptions, in_blocks
 from h2o_flexgen.sampling.params import SamplingParams
@@ -33,7 +32,7 @@ class Article:
 
 def read_articles(file: str) -> tuple[Article, ...]:
     what = f"--articles {file}"
-    lines = read_lines(Path(file).expanduser(), "--articles", "an article and its summary, as JSON,")
+    lines = read_lines(local_path(file), "--articles", "an article and its summary, as JSON,")
     return tuple(_article(line, f"{what}, line {number}") for number, line in enumerate(lines, start=1))
 
 
