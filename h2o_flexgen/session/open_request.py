@@ -14,7 +14,6 @@ from h2o_flexgen.checkpoints.model_places import (
     FOLDER,
     divided,
     file_beside,
-    local,
     local_place,
     refuse_missing_adapters,
     surely_beside,
@@ -95,7 +94,7 @@ class ModelRequest:
         does with adapters that are nowhere, or that have one name."""
         refuse_missing(self.source, with_weights=not self.dummy_weights)
         refuse_missing_adapters(place for place, _ in map(divided, self.adapter))
-        refuse_missing_adapters(map(local, self.adapters_by_name.values()))
+        refuse_missing_adapters(map(local_path, self.adapters_by_name.values()))
 
     @property
     def without_measuring(self) -> ModelRequest:
