@@ -6,9 +6,7 @@ A flag of an option has its bounds, default, help and names from the table. Any 
 from __future__ import annotations
 
 import argparse
-import re
 from argparse import ArgumentTypeError
-from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +15,7 @@ from typing import Any, NoReturn
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Allowed, Bounds, Choice
 from h2o_flexgen.core.hints import nearest, shortened, shown
-from h2o_flexgen.core.option import Option, flag_of, options_of
+from h2o_flexgen.core.option import Option, options_of
 from h2o_flexgen.formats.kernel_table import INT8
 from h2o_flexgen.planning.plan import Plan, six_numbers
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
@@ -340,39 +338,3 @@ def add_protection(group: Group) -> None:
     with_sinks = ", ".join(policy.name for policy in POLICIES.values() if policy.usual_sinks)
     for name in BESIDE_BUDGET:
         group.option(KV[name], f"{KV[name].text} ({with_sinks}: {SINKS} unless given)" if name == "sinks" else "")
-
-
-# -- errors with flags in the place of names -------------------------------------------------------------------------------
-
-GIVEN = r"(?:=(?P<value>'[^']*'|[\w.]*\w)| (?P<named>'[^']*'))?"  # as in `schedule='zigzag'`, and in `kv_policy 'h2o'`
-
-
-def as_typed(line: str, flags: Collection[str]) -> str:
-    """An error that calls options by their names, as Python and JSON have them, with the flags of a command in their place.
-    `flags`: the names of those that it has. A name that is also a plain word is meant where a value is given to it, or where
-    the line says to take or to leave it. What is asked of each text keeps its names: files of requests have them, too."""
-    names = "|".join(sorted((name for name in flags if name not in SAMPLING), key=len, reverse=True))
-    if not names:
-        return line
-    listed = re.compile(rf"\b(?:takes?|leave|give) (?:(?:{names})(?:, | and | or ))*$")
-
-    def typed(found: re.Match[str]) -> str:
-        name, value = found["name"], found["value"] or found["named"]
-        is_percent = name == "percent" and re.match(r" -?\d", line[found.end() :])
-        if "_" in name or found["value"] or is_percent or listed.search(line[: found.start()]):
-            return _written(name, value)
-        return found[0]
-
-    return re.sub(rf"(?<!in Python )(?<![\w'\"/.=-])(?P<name>{names}){GIVEN}(?![\w'\"/-]|\.\w)", typed, line)
-
-
-def _written(name: str, given: str | None) -> str:
-    """The flag of an option, with what is given for it in Python."""
-    option = next((table[name] for table in (PLAN, KV, MODEL, SITE, options_of(PlanRequirements)) if name in table), None)
-    flag = flag_of(name) if option is None else option.flag
-    if option is None or given is None:
-        return " ".join(filter(None, (flag, given)))
-    try:
-        return " ".join(option.written(option.allowed.read(literal_eval(given))))
-    except (TypeError, ValueError, SyntaxError, StopIteration):  # it is not allowed, or cannot be typed
-        return f"{flag} {given}"

@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 from h2o_flexgen.cli.errors import exit_status
-from h2o_flexgen.cli.flags import Parser, UnknownFlag, as_typed
+from h2o_flexgen.cli.flags import Parser, UnknownFlag
+from h2o_flexgen.cli.worded_errors import as_typed
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.session.open_request import ModelRequest
 

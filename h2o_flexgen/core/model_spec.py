@@ -635,8 +635,7 @@ class ModelSpec:
         that end behind an attention, and so hand on no outcome of it beside their hidden states."""
         if not self.can_attend_on_host:
             raise ValueError(
-                f"attention of {self.name} stands beside a scan, and both are one layer; leave attend_on 'host' out (on the "
-                "command line --cpu-cache-compute)"
+                f"attention of {self.name} stands beside a scan, and both are one layer; leave attend_on='host' out"
             )
         layers: list[LayerSpec] = []
         rest: LayerSpec | None = None  # a second half that has nothing after it yet
@@ -689,7 +688,7 @@ class ModelSpec:
         if not self.can_keep(kv_codec):
             raise ValueError(
                 f"kv_codec {kv_codec!r} rounds keys, and those of {self.name} say by exact numbers where they stand (ALiBi); "
-                "leave it out (--compress-cache)"
+                "leave kv_codec out"
             )
         spec = self if state_dtype == FLOAT32 else self._with_states_in(state_dtype)
         spec = spec._noting_trials() if tries else spec
@@ -701,7 +700,7 @@ class ModelSpec:
         if not any(state.is_of_heads for layer in self.unlike_layers for state in layer.states):
             raise ValueError(
                 f"state_dtype {dtype!r} is for matrices that rows have from step to step, and rows of {self.name} have none; "
-                "leave it out (--state-dtype)"
+                "leave state_dtype out"
             )
         kept = partial(_with_states_in, dtype)
         return replace(self, layers=tuple(layer.each_form(kept) for layer in self.layers))

@@ -89,7 +89,7 @@ def _smallest(block: BlockPlan, run: RunBlock) -> Generator[RowState, None, Bloc
             raise
         raise MemoryError(
             f"{shortage.reason}; a block of one row is the smallest: keep less KV (kv_policy, kv_codec), put more on disk "
-            "(percent), shorten the prompts, or give more memory"
+            "(with percent), shorten the prompts, or give more memory"
         ) from error
 
 

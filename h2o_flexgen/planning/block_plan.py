@@ -175,7 +175,7 @@ def _refuse_rows_of_a_pipeline(plan: Plan, block: Block) -> None:
 def _refuse_what_rows_have_not(spec: ModelSpec, plan: Plan) -> None:
     """Refuses shares of states where rows have none, and models in which they have nothing else."""
     if plan.state is not None and not spec.state_layers:
-        raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out (--state)")
+        raise ValueError(f"rows of {spec.name} have no state beside their KV; leave state out")
     if spec.state_layers and not spec.kv_layers:
         raise ValueError(f"no layer of {spec.name} has attention, and models of states alone are not run; take another model")
 

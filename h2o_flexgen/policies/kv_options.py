@@ -76,12 +76,12 @@ class KVOptions:
 
     def _refuse_two_budgets(self) -> None:
         if self.hh_ratio is not None and self.kv_budget is not None:
-            raise ValueError(f"both hh_ratio {self.hh_ratio:g} and kv_budget {self.kv_budget:g} are given; give one of them")
+            raise ValueError(f"both hh_ratio={self.hh_ratio:g} and kv_budget={self.kv_budget:g} are given; give one of them")
         if self.hh_ratio is not None and (self.heavy, self.recent) != (None, None):
             raise ValueError(f"both hh_ratio {self.hh_ratio:g} and slots are given; give the ratio, or heavy and recent")
         if self.kv_budget is not None and self.heavy is not None:
             raise ValueError(
-                f"both kv_budget {self.kv_budget:g} and heavy {self.heavy} are given; "
+                f"both kv_budget={self.kv_budget:g} and heavy={self.heavy} are given; "
                 "what recent leaves of a kv_budget is heavy: leave heavy out"
             )
 

@@ -26,8 +26,8 @@ import pytest
 from h2o_flexgen import calibrate, chat, evaluate, plan, profile, run
 from h2o_flexgen.cli.chat_work import typed_turns
 from h2o_flexgen.cli.errors import UNREAD, exit_status
-from h2o_flexgen.cli.flags import as_typed
 from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.cli.worded_errors import as_typed
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
@@ -107,6 +107,11 @@ def test_a_long_value_is_shortened_in_the_line_that_ends_a_command(capsys: pytes
             "kv_recall_together says how kv_recall chooses; give kv_recall, or leave kv_recall_together out",
             "--kv-recall-together says how --kv-recall chooses; give --kv-recall, or leave --kv-recall-together out",
         ),
+        (
+            {"kv_policy": "h2o", "kv_budget": 0.2, "heavy": 3},
+            "both kv_budget=0.2 and heavy=3 are given",
+            "both --kv-budget 0.2 and --heavy 3 are given",
+        ),
         ({"pipeline": 2, "attend_on": "host"}, "leave attend_on='host' out", "leave --cpu-cache-compute out"),
         (
             {"kv_recall": 0.1, "pipeline": 2},
@@ -135,6 +140,21 @@ def test_a_word_of_an_error_that_is_no_option_stays_as_it_is() -> None:
         "would fit: --gpu-batch-size 2 with --percent 0 100 0 0 0 0 or less than 5 tokens of --prefix-room; "
         "--compress-weight 'group9'"
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "jobs.jsonl, line 1: kv_policy is 'x'",
+        "stop is ['my kv_policy text', 3]",
+        'a text says "leave kv_policy out"',
+        "head budgets head_budgets cannot be read: there is no such file",
+        "--prefix-dir prefix_dir cannot be used",
+        "dummy_weights=False was given",
+    ],
+)
+def test_what_was_given_stays_as_it_was_written(line: str) -> None:
+    assert as_typed(line, {"kv_policy", "head_budgets", "prefix_dir", "dummy_weights"}) == line
 
 
 def _in_a_circle(_: Namespace) -> None:

@@ -45,9 +45,9 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
         ({"kv_policy": "h2o", "hh_ratio": 0.0}, "hh_ratio is 0.0; allowed is a number above 0 and at most 1"),
         ({"kv_policy": "h2o", "kv_budget": 1.5}, "kv_budget is 1.5; allowed is a number above 0 and at most 1"),
         ({"kv_policy": "h2o", "score_decay": -0.5}, "score_decay is -0.5"),
-        ({"kv_policy": "h2o", "hh_ratio": 0.1, "kv_budget": 0.2}, "both hh_ratio 0.1 and kv_budget 0.2 are given"),
+        ({"kv_policy": "h2o", "hh_ratio": 0.1, "kv_budget": 0.2}, "both hh_ratio=0.1 and kv_budget=0.2 are given"),
         ({"kv_policy": "h2o", "hh_ratio": 0.1, "recent": 2}, "both hh_ratio 0.1 and slots are given"),
-        ({"kv_policy": "h2o", "kv_budget": 0.1, "heavy": 2}, "both kv_budget 0.1 and heavy 2 are given"),
+        ({"kv_policy": "h2o", "kv_budget": 0.1, "heavy": 2}, "both kv_budget=0.1 and heavy=2 are given"),
         (
             {"kv_policy": "h2o", "kv_recall": 0.1, "positions": "rolling"},
             r"kv_recall 0\.1 compares keys as they stand in the text",
