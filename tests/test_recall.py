@@ -229,7 +229,7 @@ def test_heads_that_choose_together_bring_as_much_as_is_predicted(checkpoints: C
     assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[1])
 
 
-def test_what_a_step_has_read_is_there_for_the_next_one(checkpoints: Checkpoints, offload: Path) -> None:
+def test_what_steps_have_read_is_there_for_later_ones(checkpoints: Checkpoints, offload: Path) -> None:
     once, again = replace(LONG, policy=REUSING), replace(LONG, policy=REUSING[:1])
     fewer, more = (assert_moved_as_predicted(each, checkpoints, offload)["read"] for each in (once, again))
     assert fewer < more
@@ -241,9 +241,8 @@ def test_what_a_step_has_read_is_there_for_the_next_one(checkpoints: Checkpoints
     for layout in (made.blocks.first.kv.layouts(llm.spec.kv_layers[0], batch)[0] for batch in range(2)):
         assert layout is not None
         chosen = max(20, ceil(0.18 * layout.slots))
-        wanted = (
-            chosen - 1 + (layout.heads - 1) * (chosen - 20) / 3
-        )  # its own is not on disk; all choose the first and the newest
+        # A step's own token is not on disk, and all heads choose the first and the newest.
+        wanted = chosen - 1 + (layout.heads - 1) * (chosen - 20) / 3
         of_row = min(layout.slots - 1, ceil(2 * wanted))
         promised += layers * region_bytes(2 * of_row * (layout.row_bytes + 8))
     assert made.footprint.parts[HOST]["KV read before"] == promised

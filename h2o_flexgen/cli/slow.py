@@ -127,7 +127,7 @@ def unguessed_reason(first: BlockPlan) -> Iterator[str]:
 
 
 def unread_reason(first: BlockPlan) -> Iterator[str]:
-    """The reason that no step keeps for the next one what it reads, where that is asked for."""
+    """The reason that no step keeps for later ones what it reads, where that is asked for."""
     if not first.plan.kv_options.kv_recall_reuse:
         return
     if not first.plan.policy.reuses_read:

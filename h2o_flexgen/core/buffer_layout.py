@@ -29,6 +29,7 @@ READERS = 6  # threads that read and write files
 GATHERERS = 32  # threads that read single tokens: a disk does many small reads at once, and few one after the other
 GATHERED_BYTES = 64 << 10  # that each of them reads at a time, if they lie side by side
 SLOT_NUMBER_BYTES = 8
+READ_NUMBER_BYTES = 8  # of a token that was read: its slot, and the steps in which it was not wanted
 PICKED_VALUES = 1 << 20  # logits that tokens are picked from at once: temporaries in float64 have 8 MiB, whatever the batch
 CHUNK_BYTES = 4 << 20  # bytes of a file that one reader takes at a time
 HUGE_PAGE_BYTES = 2 << 20
@@ -322,7 +323,7 @@ class KVLayout:
 
     def reused_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens of each row that stay in memory between the steps that read them, and of their numbers."""
-        return self.rows * tokens * (self.row_bytes + SLOT_NUMBER_BYTES)
+        return self.rows * tokens * (self.row_bytes + READ_NUMBER_BYTES)
 
     def of_rows(self, rows: int) -> KVLayout:
         """The layout of only this many rows: those that are left, or those of a part."""

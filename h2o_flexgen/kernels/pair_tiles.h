@@ -6,11 +6,12 @@
 
 #ifdef __AMX_BF16__
 
+#define SUMS_IN_TILES
 #define MOST_ROWS 32 /* of a block: of two tiles, which meet two tiles of a panel */
 #define GROUP_PANELS 8  /* that a part of x meets: more rows of many inputs than a cache has come from memory less often */
 #define GROUP_BLOCKS 12
 #define STEP 16 /* pairs of a row that lie side by side in a tile */
-#define PANEL_SPAN 256 /* pairs of a panel of codes: half of the nearest cache, and sums are moved half as often as with 128 */
+#define PANEL_SPAN 256 /* pairs of a panel of codes: two thirds of the nearest cache, and sums move half as often as with 128 */
 
 /* Numbers of tiles, as instructions are told them: rows above and below times a panel's outputs on the left and on the right. */
 #define ABOVE_LEFT 0

@@ -5,7 +5,8 @@
    share a part of x in the cache behind. x is arranged block by block (panels.c), input by input too.
 
    A row and an output have one chain of operations: products are summed up over a span of inputs in their order, and the sums of
-   the spans in theirs. So an outcome does not depend on the rows beside it, nor on the width of registers where there is FMA. */
+   the spans in theirs. Sums of pairs go on from span to span, however long these are. So an outcome does not depend on the rows
+   beside it, nor on the width of registers where there is FMA. */
 
 #pragma once
 
@@ -22,7 +23,7 @@
 #else
 #define MOST_ROWS 4
 #endif
-#define SPAN 128 /* inputs of a panel */
+#define SPAN 128 /* inputs, or pairs of them, that lie side by side: those of a panel, too, unless PANEL_SPAN is given */
 #ifndef PANEL_SPAN
 #define PANEL_SPAN SPAN
 #endif
@@ -31,14 +32,17 @@
 #define GROUP_BLOCKS 16 /* blocks of rows that meet a panel */
 #endif
 
-#define BEGINS_WITH_ZEROS (MOST_ROWS == 32)
-#if MOST_ROWS == 32 /* of tiles: there are no functions by the number of rows */
+#ifdef SUMS_IN_TILES /* they begin with zeros by themselves, and there are no functions by the number of rows */
+#define BEGINS_WITH_ZEROS 1
 #elif MOST_ROWS == 12
 #define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
 #elif MOST_ROWS == 6
 #define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
 #else
 #define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4)
+#endif
+#ifndef BEGINS_WITH_ZEROS
+#define BEGINS_WITH_ZEROS 0
 #endif
 
 typedef struct {

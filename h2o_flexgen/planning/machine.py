@@ -232,7 +232,7 @@ class Machine:
 
 
 def at_rows(curve: Curve, rows: float) -> float:
-    """The rate for this many rows: linear in log(rows) between measured points; outside, that of the nearest."""
+    """The rate for this many rows, or query heads: linear in log(rows) between measured points; outside that of the nearest."""
     for (fewer, low), (more, high) in itertools.pairwise(curve):
         if fewer <= rows < more:
             return low + (high - low) * log(rows / fewer) / log(more / fewer)
@@ -371,24 +371,25 @@ def _curves(name: str, value: object) -> dict[str, Curve]:
     return {dtype: _curve(f"{name}.{dtype}", points) for dtype, points in _mapping(name, value, DTYPE_BYTES).items()}
 
 
-def _curve(name: str, value: object) -> Curve:
+def _curve(name: str, value: object, over: str = "rows") -> Curve:
+    """A rate by numbers of rows, or of what else it is `over`."""
     if not isinstance(value, (list, tuple)) or not value:
-        raise WrongKey(name, f"{name} is {shown(value)}; give a list of [rows, flop/s]")
+        raise WrongKey(name, f"{name} is {shown(value)}; give a list of [{over}, flop/s]")
     points, before = [], -inf
     for point in value:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
-            raise WrongKey(name, f"{name} has the point {shown(point)}; give [rows, flop/s]")
-        rows = int(_number(name, point[0], 1.0, f"rows in {name}"))
-        if rows <= before:
-            raise WrongKey(name, f"{name} has {rows} rows after {before:g}; sort the points by rows")
-        points.append((rows, _rate(name, point[1])))
-        before = rows
+            raise WrongKey(name, f"{name} has the point {shown(point)}; give [{over}, flop/s]")
+        number = int(_number(name, point[0], 1.0, f"{over} in {name}"))
+        if number <= before:
+            raise WrongKey(name, f"{name} has {number} {over} after {before:g}; sort the points by {over}")
+        points.append((number, _rate(name, point[1])))
+        before = number
     return tuple(points)
 
 
-def _curves_of(*kinds: str) -> Callable[[str, object], dict[str, Curve]]:
+def _curves_of(*kinds: str, over: str = "rows") -> Callable[[str, object], dict[str, Curve]]:
     return lambda name, value: {
-        kind: _curve(f"{name}.{kind}", points) for kind, points in _mapping(name, value, kinds, True).items()
+        kind: _curve(f"{name}.{kind}", points, over) for kind, points in _mapping(name, value, kinds, True).items()
     }
 
 
@@ -434,7 +435,7 @@ _READERS: Mapping[str, Any] = {
     "decoded_values_per_s": _packed_rates(*measured_formats()),
     "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *ROW_FORMATS),
     "unpacked_values_per_s": _packed_rates(*ROW_FORMATS),
-    "latents_flops_per_s": _curves_of(WHOLE, CHOOSING, CHOSEN),
+    "latents_flops_per_s": _curves_of(WHOLE, CHOOSING, CHOSEN, over="query heads"),
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,

@@ -99,7 +99,7 @@ class KVPolicy:
 
     @property
     def reuses_read(self) -> bool:
-        """Whether what a step has read from disk stays in memory for the next one. Where steps attend all, it passes by."""
+        """Whether what steps have read from disk stays in memory for later ones. Where steps attend all, it passes by."""
         return self.options.kv_recall_reuse and self.recall != ALL
 
     def choosing(self, heads: int) -> Choosing:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 
 from h2o_flexgen.schedule.ops import Data, Task, Visit
 from h2o_flexgen.schedule.schedule import Issuer, Schedule
@@ -114,8 +114,15 @@ class Pipeline(Schedule):
         return Visit(step, layers.start + layer, group.start + place)
 
     def ways(self, *moved: Data, batches: int = 1) -> int:
-        """The most there can be: devices have different numbers of layers."""
-        return prod(map(self.buffers_of, moved))
+        """The most there can be on a device: they have different numbers of layers. From step to step, all buffers of a batch
+        go on by the same numbers."""
+
+        def on_device(device: int) -> int:
+            users = (self._users.get((data, device)) for data in moved)
+            buffers = [self.buffers_of(data) if own is None else own.buffers for data, own in zip(moved, users)]
+            return min(batches * lcm(*buffers), prod(buffers))
+
+        return max(map(on_device, range(len(self.ranges))))
 
     def weight_number(self, step: int, layer: int, batch: int) -> int:
         layers = self.ranges[self.traffic.lanes.device(layer)]

@@ -224,7 +224,7 @@ def test_weights_alone_stay_within_what_is_predicted_for_them(kind: str, checkpo
         assert llm.spec.weight_bytes < held_by(llm)[HOST] <= footprint.parts[HOST]["weights"]
 
 
-def test_what_the_step_before_has_read_is_counted_where_it_stays() -> None:
+def test_what_steps_before_have_read_is_counted_where_it_stays() -> None:
     """Steps that attend all read whole ranges, and keep none of them."""
 
     def kept(share: float) -> int:

@@ -181,11 +181,18 @@ def test_numbers_may_be_written_without_a_sign_in_the_exponent(tmp_path: Path) -
         ("flops_per_s", {"float61": [[1, 1]]}, "unknown key in flops_per_s 'float61'; did you mean 'float16'?"),
         ("flops_per_s", {"float16": [[1, 2, 3]]}, "flops_per_s.float16 has the point [1, 2, 3]; give [rows, flop/s]"),
         ("flops_per_s", {"float16": [[4, 1], [4, 2]]}, "flops_per_s.float16 has 4 rows after 4; sort the points by rows"),
+        ("latents_flops_per_s", {"whole": 1}, "latents_flops_per_s.whole is 1; give a list of [query heads, flop/s]"),
+        ("latents_flops_per_s", {"whole": [[1]]}, "latents_flops_per_s.whole has the point [1]; give [query heads, flop/s]"),
+        (
+            "latents_flops_per_s",
+            {"whole": [[128, 1e9], [14, 2e9]]},
+            "latents_flops_per_s.whole has 14 query heads after 128; sort the points by query heads",
+        ),
         ("attention_bytes_per_s", {"hots": 1}, "unknown key in attention_bytes_per_s 'hots'; did you mean 'host'?"),
     ],
 )
 def test_a_wrong_value_is_named_in_one_line(tmp_path: Path, key: str, value: object, message: str) -> None:
-    content = asdict(SMALL) | {"flops_per_s": {"float16": [[1, 1e12]]}, key: value}
+    content = SMALL.as_plain() | {"flops_per_s": {"float16": [[1, 1e12]]}, key: value}
     path = tmp_path / "m.yaml"
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError) as caught:

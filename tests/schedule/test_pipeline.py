@@ -75,6 +75,40 @@ def test_on_devices_with_states_only_their_users_take_buffers_of_kv_and_of_state
                 assert Pipeline(section).buffer_of(Data.KV, visit) == Pipeline(whole).buffer_of(Data.KV, visit)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_buffers_meet_in_no_more_ways_than_are_counted(seed: int) -> None:
+    random = Random(seed)
+    moves = replace(random_pipeline(random).traffic, steps=60, buffers=random.randint(1, 4))
+    places = [(layer, batch) for layer in range(moves.layers) for batch in range(moves.batches)]
+    kv, state = ({place: DISK for place in places if random.random() < share} for share in (0.7, 0.5))
+    schedule = Pipeline(replace(moves, kv=kv, state=state))
+    for layer, batch in places:
+        of_rows = [data for data, homes in ((Data.KV, kv), (Data.STATE, state)) if (layer, batch) in homes]
+        assert met_in(schedule, layer, batch, Data.WEIGHTS, *of_rows) <= schedule.ways(Data.WEIGHTS, *of_rows)
+
+
+def met_in(schedule: Pipeline, layer: int, batch: int, *moved: Data) -> int:
+    visits = (Visit(step, layer, batch) for step in range(schedule.traffic.steps))
+    return len({tuple(schedule.buffer_of(data, visit) for data in moved) for visit in visits})
+
+
+@pytest.mark.parametrize(("buffers", "ways"), [(1, 1), (2, 6), (4, 20)])
+def test_a_layer_with_kv_and_a_state_has_few_ways(buffers: int, ways: int) -> None:
+    homes = {(layer, 0): DISK for layer in range(6)}
+    schedule = Pipeline(Traffic(60, 6, 1, buffers, accelerator=True, kv=homes, state=homes, device_of=(0,) * 5 + (1,)))
+    assert schedule.ways(Data.WEIGHTS, Data.KV, Data.STATE) == ways
+
+
+def test_devices_with_fewer_buffers_may_have_more_ways() -> None:
+    """The first device has three buffers of states beside four of weights and five of KV, the second five of states."""
+    kv = {(layer, batch): DISK for layer in range(6) for batch in range(2)}
+    state = {(layer, batch): DISK for layer in (0, 3, 4, 5) for batch in range(2)}
+    schedule = Pipeline(Traffic(60, 6, 2, 4, accelerator=True, kv=kv, state=state, device_of=(0,) * 3 + (1,) * 3))
+    asked = (Data.WEIGHTS, Data.KV, Data.STATE)
+    assert [schedule.buffers_of(data) for data in asked] == [4, 5, 5]
+    assert 20 < met_in(schedule, 0, 0, *asked) <= schedule.ways(*asked)
+
+
 def test_every_need_matters_unless_others_imply_it() -> None:
     """Dropping any one is found."""
     dropped = passes = 0

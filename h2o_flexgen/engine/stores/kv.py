@@ -105,7 +105,7 @@ class KVStore:
         self._layouts = {place: layout for place, layout in layouts.items() if layout is not None}
         beside = ((place, own) for place, own in self._layouts.items() if self._schedule.traffic.is_beside(*place))
         self._places = {place: planned.prompt_places(place, own) for place, own in beside}
-        self.spared_bytes = 0  # of tokens that several heads have chosen, or that the step before has read
+        self.spared_bytes = 0  # of tokens that several heads have chosen, or that steps before have read
         for pages in self._pages.values():
             pages.begin()
         for place in self._layouts:

@@ -21,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import SLOT_NUMBER_BYTES, KVLayout
+from h2o_flexgen.core.buffer_layout import READ_NUMBER_BYTES, KVLayout
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.key_index import ChosenSlots
@@ -44,7 +44,7 @@ class TokensRead:
 
     def __init__(self, region: Tensor, layout: KVLayout, most: int, disk: DiskTier) -> None:
         """`region`: room for so many tokens of each row."""
-        self._disk, self._most, middle = disk, most, layout.rows * most * SLOT_NUMBER_BYTES
+        self._disk, self._most, middle = disk, most, layout.rows * most * READ_NUMBER_BYTES
         numbers = numpy_of(region[:middle].view(torch.int32), writes=True).reshape(2, layout.rows, most)
         self._slots, self._idle = numbers  # steps in which it was not wanted
         values = region[middle : layout.reused_bytes(most)]
@@ -94,7 +94,7 @@ class TokensRead:
 
 class KVPages:
     def __init__(self, home: DiskRegion, layout: KVLayout, disk: DiskTier, before: TokensRead | None = None) -> None:
-        """`before`: what the step before has read, where that stays."""
+        """`before`: what steps before have read, where that stays."""
         self._home = home
         self._layout = layout
         self._disk = disk
