@@ -11,10 +11,12 @@ that worked.
 
 What heads and steps of a real model choose is alike, and of random weights it is not. `--heads-alike` is the share of queries
 and keys that all heads of a layer have in common, and `--steps-alike` that of what tokens bring into the first layer. Lines
-tell how much of the chosen was not brought, since several heads or the step before had it: to be held beside a real model.
+tell how much of the chosen was not brought, since several heads or steps before had it: to be held beside a real model.
 
-`floor` is the time in which a step could read, at the measured rates of memory and disk, the weights of each batch, and of the
-KV what it attends, with the index of its keys.
+`floor` is the time that reading takes a step at the rates of memory and disk that were measured before the first way. It reads
+the weights of each batch, and of the KV what it attends, with the index of its keys. Where what was read stays, the share that
+was there is not read from the disk. It is the share of all steps, and the first finds nothing. A disk may be faster later, and
+then a step takes less than its floor.
 
 The last line is one JSON document.
 """
@@ -44,6 +46,8 @@ from torch import Tensor
 
 from benchmarks.comparison.benchmark_command import add_output, parser_of, tell
 from benchmarks.comparison.comparison import commit
+from h2o_flexgen.core.environment import default_offload_folder
+from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.kernels.native import in_use
@@ -87,6 +91,7 @@ WAYS: dict[str, dict[str, Any]] = {
 PERCENT = {"memory": (0, 100, 0, 100, 0, 100), "disk": (0, 100, 0, 0, 0, 100)}
 SPREAD = 0.02  # of weights
 VALUE_BYTES = 2  # bfloat16
+LESS = ", less the share that was there where what is read stays,"  # of the KV on the disk
 DISK_BYTES = 2**30  # of the file by which the disk's rate is measured
 
 
@@ -187,7 +192,8 @@ def measured(model: str, way: Mapping[str, object], args: argparse.Namespace, ra
         llm.generate(prompts, SamplingParams(max_tokens=args.steps + 2, ignore_eos=True))
         assert llm.stats is not None
         (run,) = llm.stats.blocks
-        floor = floor_of(llm.spec, way, args, rates)
+        there = there_of(run)
+        floor = floor_of(llm.spec, way, args, rates, there)
     seconds = statistics.median(run.step_seconds[1:])
     return {
         "tokens_per_second": rows / seconds,
@@ -196,12 +202,14 @@ def measured(model: str, way: Mapping[str, object], args: argparse.Namespace, ra
         "floor": floor,
         "share_of_the_floor": floor / seconds,
         "lanes": lanes_of(run, first=2),
-        "chosen_there": there_of(run),
+        "chosen_there": there,
     }
 
 
-def floor_of(spec: ModelSpec, way: Mapping[str, Any], args: argparse.Namespace, rates: Mapping[str, float]) -> float:
-    """Seconds in which a step could read what it needs."""
+def floor_of(
+    spec: ModelSpec, way: Mapping[str, Any], args: argparse.Namespace, rates: Mapping[str, float], there: float | None = None
+) -> float:
+    """Seconds in which a step reads what it needs at these rates. `there`: the share of what it chose that it did not bring."""
     share: float | None = way.get("kv_recall")
     weights = VALUE_BYTES * sum(prod(tensor.shape) for layer in spec.layers[1:] for _, tensor in layer.tensors)
     slots = args.batches * args.rows * args.tokens * way.get("kv_budget", 1) * spec.kv_heads * args.layers
@@ -209,7 +217,8 @@ def floor_of(spec: ModelSpec, way: Mapping[str, Any], args: argparse.Namespace, 
     if share is not None:
         attended, index = attended * share, index_bytes(share, spec) * slots
     from_memory = args.batches * weights + index + (0 if args.kv == "disk" else attended)
-    from_disk = attended if args.kv == "disk" else 0
+    stays = there if there is not None and way.get("kv_recall_reuse") else 0.0
+    from_disk = attended * (1 - stays) if args.kv == "disk" else 0
     return max(from_memory / rates["memory"], from_disk / rates["disk"])
 
 
@@ -226,16 +235,30 @@ def lanes_of(run: BlockRun, first: int) -> dict[str, float]:
 
 
 def there_of(run: BlockRun) -> float | None:
-    """The share of what steps chose on the disk that they did not bring: other heads or the step before had it."""
+    """The share of what steps chose on the disk that they did not bring: other heads or steps before had it."""
     read, spared = run.moved_bytes.get(READ, 0), run.skipped_bytes.get(READ, 0)
     return spared / (read + spared) if spared else None
 
 
 def rates_of(args: argparse.Namespace) -> dict[str, float]:
-    """Bytes per second that a sum reads from memory, and that reads of large pieces bring from the disk."""
-    with TemporaryDirectory(dir=args.offload_dir) as folder:
-        disk = offload_rates(Path(folder), DISK_BYTES, 3)[1] if args.kv == "disk" else inf
-    return {"memory": max(memory_read_rate() for _ in range(3)), "disk": disk}
+    """Bytes per second that a sum reads from memory, and that reads of large pieces bring from the disk on which KV lies."""
+    return {"memory": memory_rate(args.threads), "disk": disk_rate(args.offload_dir) if args.kv == "disk" else inf}
+
+
+def memory_rate(threads: int | None) -> float:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return max(memory_read_rate() for _ in range(3))
+    finally:
+        torch.set_num_threads(before)
+
+
+def disk_rate(folder: Path | None) -> float:
+    place = local_path(folder or default_offload_folder())  # as LLM has it
+    place.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=place) as own:
+        return offload_rates(Path(own), DISK_BYTES, 3)[1]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -290,7 +313,7 @@ def document_of(args: argparse.Namespace, found: Mapping[str, Sequence[Mapping[s
         "machine": {**describe_machine(open_device("cpu")), "kernels": in_use()},
         "command": shlex.join(["python", "benchmarks/long_rows.py", *words_of(asked)]),
         "commit": commit(),
-        "ceiling": f"weights, index and attended KV at {spoken(rates)}",
+        "ceiling": f"weights, index and attended KV{'' if args.kv == 'memory' else LESS} at {spoken(rates)}",
         "unit": "tokens/s",
         "higher_is_better": True,
         "rows": [
