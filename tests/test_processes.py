@@ -200,8 +200,9 @@ class ProcessInThread(threading.Thread):
     """A process that is a thread here. It does what it is told first."""
 
     def __init__(self, connection: Any) -> None:
-        super().__init__()
+        super().__init__(daemon=True)  # one that hangs does not keep the tests from ending
         self._connection = connection
+        self._status = 1
         self.start()
 
     def run(self) -> None:
@@ -211,7 +212,9 @@ class ProcessInThread(threading.Thread):
 
     def wait(self, seconds: float | None = None) -> int:
         self.join(seconds)
-        return int(self._status)
+        if self.is_alive():
+            raise subprocess.TimeoutExpired(self.name, seconds or 0)
+        return self._status
 
     def kill(self) -> None:
         assert not self.is_alive()

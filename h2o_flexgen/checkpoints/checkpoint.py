@@ -2,9 +2,9 @@
 
 Only headers are read here. A source says where a tensor lies, or makes it; moving the bytes is the disk tier's work.
 
-That reads tensors by offset with O_DIRECT, but .bin files are pickles in zip archives. They are converted to safetensors, once,
-in a cache folder that appears whole or not at all. Only torch's safe unpickler reads them, with at most one tensor in memory
-(or one file, if it is an old one that is no zip archive and so cannot be mapped).
+The disk tier reads tensors by offset with O_DIRECT, but .bin files are pickles in zip archives. They are converted to
+safetensors, once, in a cache folder that appears whole or not at all. Only torch's safe unpickler reads them, with at most one
+tensor in memory (or one file, if it is an old one that is no zip archive and so cannot be mapped).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save
 
-from h2o_flexgen.core.files import read_document, write_bytes
+from h2o_flexgen.core.files import local_path, read_document, write_bytes
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.probe import Floats, Probe
 
@@ -34,9 +34,10 @@ def write_probe(probe: Probe, path: Path) -> None:
 
 def read_probe(path: str | os.PathLike[str]) -> Probe:
     """The probe of a file; whatever is wrong with it is said in a line that begins with its name."""
-    file = os.path.expanduser(path)
+    place = local_path(path)
+    file = str(place)
     try:
-        tensors = dict(deserialize(read_document(Path(file))))
+        tensors = dict(deserialize(read_document(place)))
         with safe_open(file, framework="numpy") as opened:
             said = opened.metadata() or {}
     except OSError as error:

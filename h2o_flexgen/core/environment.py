@@ -9,13 +9,14 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from h2o_flexgen.core.allowed_values import Allowed, Bounds
+from h2o_flexgen.core.files import local_path
 
 LONGEST_FOR_SOCKETS = 24  # characters: names of sockets have 107 at most, and Ray adds up to 80
 
 
 def cache_folder(kind: str) -> Path:
     """The folder in the user's cache for one kind of things."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "h2o_flexgen" / kind
+    return local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "h2o_flexgen" / kind
 
 
 def default_offload_folder() -> Path:

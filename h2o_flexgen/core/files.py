@@ -57,7 +57,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 LARGEST_DOCUMENT = 1 << 28  # bytes: far more than any description that is read at once
 
 
-def local_path(path: str | Path) -> Path:
+def local_path(path: str | os.PathLike[str]) -> Path:
     """The path, with the folder of a user for ~ in front. That of a user that the machine does not know stays as it is."""
     return Path(os.path.expanduser(path))  # Path's own raises for an unknown user
 

@@ -1,8 +1,8 @@
 """Host memory: arenas of exact size on huge pages, page-locked if a device reads them; weights that several processes share;
-and the meter of what a tier holds, which every kind of memory has.
+the meter of what a tier holds, which every kind of memory has; and a shortage of it.
 
-Shortage: memory has run out. Errors that mean it are recognised, and a block is stopped when host memory is so nearly exhausted
-that the system might kill the process.
+Errors that mean a shortage are recognised. A block is stopped when host memory is so nearly exhausted that the system might
+kill the process.
 """
 
 from __future__ import annotations

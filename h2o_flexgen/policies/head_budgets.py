@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
 
-from h2o_flexgen.core.files import NotADocument, parse_json, read_document_text, write_text
+from h2o_flexgen.core.files import NotADocument, local_path, parse_json, read_document_text, write_text
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ModelSpec
 
@@ -154,8 +154,9 @@ def write_head_budgets(budgets: HeadBudgets, path: Path) -> None:
 
 def read_head_budgets(path: str | os.PathLike[str]) -> HeadBudgets:
     """The head budgets of a file; every fault is reported in one line that begins with the file's name."""
-    file = os.path.expanduser(path)
-    text = read_document_text(Path(file), f"head budgets {file}")
+    place = local_path(path)
+    file = str(place)
+    text = read_document_text(place, f"head budgets {file}")
     try:
         return replace(_budgets(parse_json(text)), file=file)
     except NotADocument as error:

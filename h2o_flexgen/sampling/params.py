@@ -1,5 +1,5 @@
-"""SamplingParams: how a prompt is to be continued, checked on creation. LoRARequest: the adapter with which, as vLLM names it.
-The command line takes its defaults from here, without importing torch."""
+"""SamplingParams: how a prompt is to be continued, checked on creation. LoRARequest: the adapter of a request, under
+vLLM's name. The command line takes its defaults from here, without importing torch."""
 
 from __future__ import annotations
 

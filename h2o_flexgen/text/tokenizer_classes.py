@@ -2,7 +2,7 @@
 tokenizer anew from its vocabulary. Both give the same tokens if the file has the parts that the class has. The class of LLaMA
 has other parts than its files, from release 5 on: they take the place of the file's.
 
-Where a folder has the file tokenizer.model of SentencePiece alone, this says what tokenizer.json would say of it. That file is
+Where a folder has the file tokenizer.model of SentencePiece alone, the parts of a tokenizer.json are made from it. That file is
 a message of protocol buffers: fields with a number, a kind and a value, of which the pieces are read.
 """
 
