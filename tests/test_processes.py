@@ -240,7 +240,9 @@ def test_a_run_by_two_writes_what_a_run_by_one_writes(
     document = two.json
     assert (document["gpus"], document["num_prompts"], document["generated_tokens"]) == (2, 5, 30)
     assert [each["num_prompts"] for each in document["processes"]] == [3, 2]
-    assert 0 < document["shared_bytes"] < document["peak_bytes"]["host"] < document["needed_bytes"]["host"]
+    assert 0 < document["shared_bytes"] < document["peak_bytes"]["host"]
+    if way == "processes":  # a thread's peak is that of all tests before
+        assert document["peak_bytes"]["host"] < document["needed_bytes"]["host"]
     assert any(line.startswith("together  2 processes on the CPU share 5 prompts") for line in two.out)
 
 
