@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from h2o_flexgen.core.environment import let_threads_sleep_soon
 from h2o_flexgen.core.hints import shortened
-from h2o_flexgen.core.interrupted import causes, contexts, raised_again
+from h2o_flexgen.core.interrupted import causes, contexts, interrupt_behind, raised_again
 
 FAILED, INTERRUPTED = 2, 130
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
@@ -95,14 +95,14 @@ def exit_status(
         if _is_about_output(error):
             _is_unread()
             return UNREAD
-        line = line_of(error)
-        if line is None and (behind := _interrupt_behind(error)) is not None:
-            return _interrupted(behind)
-        if line is None:
+        line, behind = line_of(error), interrupt_behind(error)
+        if line is None and behind is None:
             raise
         if args.verbose >= TRACEBACK:
             traceback.print_exc()
-        _say(f"error: {worded(line, vars(args).keys())}")
+        if line is None and behind is not None:
+            return _interrupted(behind)
+        _say(f"error: {worded(str(line), vars(args).keys())}")
         return FAILED
     return 0
 
@@ -113,12 +113,6 @@ def _interrupted(interrupt: KeyboardInterrupt) -> int:
         return interrupt.status
     _say("interrupted")
     return INTERRUPTED
-
-
-def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """The interrupt that was handled when the error was raised. One that comes while a lock is taken or left, as by
-    `Event.wait`, makes Python raise an error about that lock in its place."""
-    return next((one for one in contexts(error) if isinstance(one, KeyboardInterrupt)), None)
 
 
 def _open_what_is_closed() -> None:

@@ -35,6 +35,17 @@ def _chain(error: BaseException | None, behind: Callable[[BaseException], BaseEx
         error = behind(error)
 
 
+OF_LOCKS = ("unlocked lock", "un-acquired lock")  # how Python ends what it says of a lock
+
+
+def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt that was handled when an error about a lock was raised. Python raises one in place of an interrupt that
+    comes while a lock is taken or left, as by `Event.wait`."""
+    if not isinstance(error, RuntimeError) or not str(error).endswith(OF_LOCKS):
+        return None
+    return next((one for one in contexts(error) if isinstance(one, KeyboardInterrupt)), None)
+
+
 SOON_SECONDS = 0.001  # by then the code that dropped it has mostly ended; if not, it is dropped and raised once more
 AGAIN_SECONDS = 0.05  # between two calls: each may come at a moment at which it has no effect
 CAN_CALL = hasattr(signal, "SIGURG") and hasattr(signal, "pthread_kill")
@@ -48,8 +59,8 @@ def raised_again() -> Iterator[None]:
         yield
         return
     dropped = _Dropped(sys.unraisablehook)
-    dropped.begin()
     try:
+        dropped.begin()
         yield
     finally:
         dropped.end()
@@ -63,17 +74,23 @@ class _Dropped:
     def __init__(self, hook: Callable[[Any], object]) -> None:
         self._hook = hook  # that was there before
         self._error: KeyboardInterrupt | None = None
+        self._caller: _Caller | None = None
         self._has_ended = False
 
     def begin(self) -> None:
-        self._caller = _Caller(self._called) if CAN_CALL else None
+        if CAN_CALL and signal.getsignal(signal.SIGURG) is not None:  # None: a handler in C, which Python could not put back
+            self._caller = _Caller(self._called)
+            if not self._caller.begin():
+                self._caller = None
         sys.unraisablehook = self._notice
 
     def end(self) -> None:
-        self._has_ended = True
-        sys.unraisablehook = self._hook
-        if self._caller is not None:
-            self._caller.end()
+        try:
+            self._has_ended = True
+            sys.unraisablehook = self._hook
+        finally:
+            if self._caller is not None:
+                self._caller.end()
 
     def raise_it(self) -> None:
         error, self._error = self._error, None
@@ -116,31 +133,53 @@ def _notices(frame: FrameType | None) -> bool:
 class _Caller:
     """Calls the main thread when a signal has come, until that answers. Python writes into a socket which signals come, at once
     and from any thread. A thread reads it, and calls by a signal that is ignored where nothing handles it any more. A timer's
-    signal would end the process there, and where a library has taken its handler."""
+    signal would end the process there, and where a library has taken its handler. Nothing is woken any more where a library has
+    taken Python's socket away, as asyncio's `remove_signal_handler` does."""
 
     def __init__(self, called: Callable[[int, FrameType | None], None]) -> None:
         self.is_answered = True
+        self._called = called
+        self._handler, self._before = signal.getsignal(signal.SIGURG), -1
         self._main = threading.main_thread().ident or 0
         self._hears, self._says = socket.socketpair()
         self._says.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
-        self._handler = signal.signal(signal.SIGURG, called)
+
+    def begin(self) -> bool:
+        """Whether a thread could be started. If not, nothing is set."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            if interrupt_behind(error) is not None:
+                raise
+            self._hears.close()
+            self._says.close()
+            return False
+        signal.signal(signal.SIGURG, self._called)
         self._before = signal.set_wakeup_fd(self._says.fileno(), warn_on_full_buffer=False)
-        self._thread.start()
+        return True
 
     def call(self) -> None:
-        with suppress(BlockingIOError):  # what is not read yet will do
+        with suppress(OSError):  # what is not read yet will do, and behind the end there is nothing to tell
             self._says.send(b"\0")
 
     def end(self) -> None:
-        signal.set_wakeup_fd(self._before)
-        self._says.close()
+        """Also behind half a beginning. What a library has set meanwhile stays."""
         try:
-            self._thread.join()
+            ours, now = self._says.fileno(), signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._before if now == ours else now, warn_on_full_buffer=False)
         finally:
-            signal.signal(signal.SIGURG, self._handler)
+            try:
+                with self._says:
+                    if self._thread.is_alive():  # not in a process that was forked: its parent still needs the socket
+                        self._says.shutdown(socket.SHUT_RDWR)  # such a process has a copy, which closing leaves open
+                        self._thread.join()
+            finally:
+                if signal.getsignal(signal.SIGURG) == self._called:
+                    signal.signal(signal.SIGURG, self._handler)
 
     def _listen(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # one that the main thread blocks is not for this one
         calls = bytes([signal.SIGURG])
         with self._hears:
             while True:

@@ -6,7 +6,9 @@ import ctypes
 import gc
 import os
 import re
+import select
 import signal
+import socket
 import sys
 import threading
 import weakref
@@ -16,7 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from io import StringIO
+from itertools import count
 from operator import methodcaller
+from queue import Queue
 from threading import Event, Lock
 from types import ModuleType
 from typing import Any
@@ -25,7 +29,7 @@ import pytest
 
 from h2o_flexgen import calibrate, chat, evaluate, plan, profile, run
 from h2o_flexgen.cli.chat_work import typed_turns
-from h2o_flexgen.cli.errors import UNREAD, exit_status
+from h2o_flexgen.cli.errors import TRACEBACK, UNREAD, exit_status
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.worded_errors import as_typed
 from h2o_flexgen.core.option import options_of
@@ -340,15 +344,147 @@ def test_a_signal_is_not_lost_where_python_tells_meanwhile_what_else_it_drops(
     assert exit_status(_args, work) == 128 + signal.SIGTERM and reached == []
 
 
-def test_a_signal_that_comes_where_a_lock_is_left_is_told_in_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    def work(_: Namespace) -> None:
-        lock = Lock()
-        with lock:
-            lock.release()  # as a condition does before it waits
-            signal.raise_signal(signal.SIGTERM)
+def _leave_a_lock(_: Namespace) -> None:
+    lock = Lock()
+    with lock:
+        lock.release()  # as a condition does before it waits
+        signal.raise_signal(signal.SIGTERM)
 
-    assert exit_status(_args, work) == 128 + signal.SIGTERM
+
+def test_a_signal_that_comes_where_a_lock_is_left_is_told_in_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(_args, _leave_a_lock) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "terminated\n"
+    assert exit_status(lambda: Namespace(verbose=TRACEBACK), _leave_a_lock) == 128 + signal.SIGTERM
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback") and told.endswith("\nterminated\n")
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), RuntimeError("a bug")])
+def test_a_bug_in_what_is_cleaned_up_behind_a_signal_is_told_as_one(error: Exception, dropped: list[object]) -> None:
+    def work(_: Namespace) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise error
+
+    with pytest.raises(type(error), match="a bug"):
+        exit_status(_args, work)
+
+
+def test_a_process_that_was_forked_and_lives_on_is_not_waited_for() -> None:
+    reads, writes = os.pipe()
+    child = 0
+
+    def work(_: Namespace) -> None:
+        nonlocal child
+        child = os.fork()
+        if not child:
+            os.close(writes)
+            os._exit(not select.select([reads], [], [], PATIENCE_SECONDS)[0])
+
+    assert exit_status(_args, work) == 0
+    os.close(writes)  # which ends it
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(reads)
+
+
+def test_a_forked_process_that_leaves_the_command_takes_no_signal_from_its_parent(dropped: list[object]) -> None:
+    reached: list[str] = []
+
+    def work(_: Namespace) -> None:
+        child = os.fork()
+        if not child:
+            raise SystemExit(0)
+        os.waitpid(child, 0)
+        _at_once(partial(getattr(LIBRARY, "raise"), signal.SIGTERM), *_asleep(reached))
+
+    process = os.getpid()
+    try:
+        status = exit_status(_args, work)
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
+    assert status == 128 + signal.SIGTERM and reached == [] and dropped == []
+
+
+def _left() -> tuple[int, object, set[threading.Thread]]:
+    """What a command may leave behind: where Python writes which signals come, the handler of calls, and threads."""
+    return signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGURG), set(threading.enumerate())
+
+
+def _raises(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_command_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _left()
+    monkeypatch.setattr(threading.Thread, "start", _raises)
+    assert exit_status(_args, lambda _: None) == 0 and _left() == before
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+def test_an_interrupt_at_the_beginning_or_at_the_end_leaves_nothing_behind(
+    chosen: int, monkeypatch: pytest.MonkeyPatch, dropped: list[object]
+) -> None:
+    before, calls, set_one = _left(), count(), signal.set_wakeup_fd
+
+    def interrupted(*args: Any, **options: Any) -> int:
+        found = set_one(*args, **options)
+        if next(calls) == chosen:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(signal, "set_wakeup_fd", interrupted)
+    assert exit_status(_args, lambda _: None) == 128 + signal.SIGINT
+    monkeypatch.undo()
+    assert _left() == before
+
+
+def test_what_a_library_has_set_meanwhile_stays() -> None:
+    def handle(number: int, frame: object) -> None: ...
+
+    def work(_: Namespace) -> None:
+        signal.set_wakeup_fd(theirs.fileno())
+        signal.signal(signal.SIGURG, handle)
+
+    before = signal.getsignal(signal.SIGURG)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        assert exit_status(_args, work) == 0
+        assert _left()[:2] == (theirs.fileno(), handle)
+    signal.signal(signal.SIGURG, before)
+
+
+def test_a_handler_in_c_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, get, set_one = _left(), signal.getsignal, signal.signal
+
+    def told(number: int, handler: Any) -> Any:
+        """None for a handler that Python does not know."""
+        return None if number == signal.SIGURG else handler
+
+    monkeypatch.setattr(signal, "getsignal", lambda number: told(number, get(number)))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: told(number, set_one(number, handler)))
+    assert exit_status(_args, lambda _: None) == 0
+    monkeypatch.undo()
+    assert _left() == before
+
+
+def test_the_thread_of_signals_hears_none_that_the_main_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: Queue[tuple[str, set[Any]]] = Queue()
+    change = signal.pthread_sigmask
+
+    def told(how: int, numbers: set[signal.Signals]) -> set[Any]:
+        before = change(how, numbers)
+        masks.put((threading.current_thread().name, change(signal.SIG_BLOCK, ())))
+        return before
+
+    def work(_: Namespace) -> None:
+        name, blocked = masks.get(timeout=PATIENCE_SECONDS)
+        assert name == "signals" and blocked >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+    monkeypatch.setattr(signal, "pthread_sigmask", told)
+    assert exit_status(_args, work) == 0
 
 
 def test_a_signal_that_is_dropped_last_of_all_ends_the_command_too(dropped: list[object]) -> None:
