@@ -294,7 +294,8 @@ class CudaDevice(Accelerator):
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use the device 'cpu'")
+            asked = "cuda" if index is None else f"cuda:{index}"
+            raise ValueError(f"device {asked!r} was asked for, but torch finds no CUDA device; use the device 'cpu'")
         super().__init__()
         _let_pools_share()
         try:
