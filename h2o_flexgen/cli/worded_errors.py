@@ -37,7 +37,7 @@ def as_typed(line: str, flags: Collection[str]) -> str:
         if name is None or OF_A_FILE.search(before) or is_what_was_given(name, before):
             return found[0]
         is_percent = name == PERCENT and re.match(r" -?\d", line[found.end() :])
-        is_meant = value or "_" in name or is_percent or listed.search(before)
+        is_meant = found["given"] or "_" in name or is_percent or listed.search(before)
         return _written(name, value, found[0]) if is_meant else found[0]
 
     return re.sub(rf"{QUOTED}|(?<!in Python )(?<![\w'\"/.=-])(?P<name>{names}){VALUE}?(?![\w'\"/-]|\.\w)", typed, line)
