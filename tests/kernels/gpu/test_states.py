@@ -79,7 +79,7 @@ def test_tokens_on_trial_leave_a_state_as_it_was(made: MadeCase, tokens: int, gp
 @pytest.mark.parametrize(
     "case_of",
     [
-        lambda device: delta_case(1, 2, (1, 3), (5, 40), is_tiled=True, device=device),
+        lambda device: delta_case(1, 2, (2, 6), (5, 40), is_tiled=True, device=device),
         lambda device: value_case(1, 2, (1, 3), (5, 40), is_tiled=True, device=device),
         lambda device: scan_case(1, 2, are_logs=True, skips=False, device=device),
         lambda device: convolution_case(1, 20, 130, 3, has_bias=False, is_activated=False, device=device),
