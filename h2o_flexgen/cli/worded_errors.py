@@ -18,13 +18,13 @@ OPTIONS = {name: option for table in reversed(TABLES) for name, option in option
 QUOTED = r"(?<![\w=])'[^']*'(?!\w)|\"[^\"]*\""  # what a user has written
 VALUE = r"(?:=(?P<given>'[^']*'|[\w.]*\w)| (?P<beside>'[^']*'))"  # as in `schedule='zigzag'`, and in `kv_policy 'h2o'`
 OF_A_FILE = re.compile(r"\bline \d+: ")  # files have the names
-LISTED = r"\b(?:takes?|leave|give|both|or) (?:(?:{names})(?:, | and | or ))*$"
+LISTED = r"\b(?:takes?|leave|give) (?:(?:{names})(?:, | and | or ))*$"
 PERCENT = "percent"  # six numbers stand behind it
 
 
 def as_typed(line: str, flags: Collection[str]) -> str:
     """An error with the flags of a command in the place of names. `flags`: the names of those that it has. A name that is also
-    a plain word is meant where a value stands beside it, or where the line says to take or to leave it. What is quoted, and
+    a plain word is meant where a value is given to it, or where the line says to take or to leave it. What is quoted, and
     what stands behind a flag, is what was given. What is asked of each text keeps its names: files of requests have them."""
     meant = sorted((name for name in flags if name not in SAMPLING), key=len, reverse=True)
     if not meant:
