@@ -87,7 +87,7 @@ def test_what_is_in_the_table_is_what_was_found(measure: Any) -> None:
     [
         (("-o", "/not/there/mine.yaml"), "-o /not/there/mine.yaml cannot be written: give a file in a folder that exists"),
         (("-o", "mine.json"), "-o mine.json does not end in .yaml or .yml; give it such a name"),
-        (("--device", "tpu"), "unknown device 'tpu'; known are auto, cpu, cuda and cuda:N"),
+        (("--device", "tpu"), "--device tpu is unknown; known are auto, cpu, cuda and cuda:N"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_before_anything_is_measured(

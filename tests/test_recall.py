@@ -360,7 +360,7 @@ def test_the_index_is_promised_and_what_is_read_is_priced(checkpoints: Checkpoin
 def test_a_report_says_what_steps_attend(checkpoints: Checkpoints) -> None:
     line = KeptByPolicy(planned(checkpoints, 0.1))._line()
     assert line.startswith(
-        "full (kv_recall 0.1) keeps all 408 tokens of a row; a step attends 41 of them, which its query chooses"
+        "full (--kv-recall 0.1) keeps all 408 tokens of a row; a step attends 41 of them, which its query chooses"
     )
     assert "by an index of keys" in line
     packed = KeptByPolicy(planned(checkpoints, 0.1, "group4"))._line()

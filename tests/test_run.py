@@ -831,6 +831,13 @@ def test_an_offload_folder_that_cannot_be_made_is_named(opt: Path, tmp_path: Pat
     assert str(folder) in errors
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no file system without room for files")
+def test_an_offload_folder_that_takes_no_files_is_named_and_not_the_plan(opt: Path, capfd: Any) -> None:
+    assert run.main(["--model", str(opt), *SMALL, *DISK_HEAVY, "--device", "cpu", "--offload-dir", "/proc/x"]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error == "error: --offload-dir /proc/x: no file can be written in /proc; give another folder"
+
+
 def test_a_disk_that_fills_up_in_mid_run_ends_it_cleanly(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
     writes = []
 
@@ -866,7 +873,7 @@ def test_the_highest_verbosity_shows_where_an_error_comes_from(command: Any, opt
         (("--gpu", "3"), ("--gpu-mem", "--gpu-batch-size")),
         (("--modle", "facebook/opt-1.3b"), ("unknown flag --modle; did you mean --model?",)),
         (("--gen-length=3",), ("unknown flag --gen-length; did you mean --gen-len?",)),
-        (("--abacus",), ("unknown flag --abacus; --help",)),
+        (("--abacus",), ("unknown flag --abacus; --help-all names those that there are",)),
         (("--output-file=x",), ("unknown flag --output-file; it is a flag of batch; did you mean --output?",)),
         (("--max-tokens", "3"), ("unknown flag --max-tokens; it is called --gen-len",)),
         (("facebook/opt-1.3b",), ("'facebook/opt-1.3b' belongs to no flag", "--model")),
@@ -952,7 +959,7 @@ def test_a_terminal_that_goes_ends_the_process_with_nothing_left_behind(tmp_path
 def test_help_comes_without_loading_torch() -> None:
     code = "import sys\nfrom h2o_flexgen import run\nrun.main(['--help'])\nprint('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "--percent W_GPU [W_CPU" in output and output.splitlines()[-1] == "False"
+    assert "--percent W_GPU W_CPU KV_GPU" in output and output.splitlines()[-1] == "False"
 
 
 # -- what is kept --------------------------------------------------------------------------------------------------------
@@ -965,7 +972,7 @@ def test_what_was_asked_to_be_kept_is_told_in_slots(command: Any, opt: Path) -> 
     assert kept["policy"] == "h2o" and kept["asked"] == {"hh_ratio": 0.2} and kept["slots"] == [8, 8] and kept["evicts"]
     assert kept["share"] == round(8 / 30, 4)
     assert 2.5 < kept["rows_in_same_memory"] < 30 / 9, "one slot is spare, and notes take some"
-    assert "h2o (hh_ratio 0.2) keeps 8 of 30 tokens of a row (26.7 %)" in "\n".join(done.out)
+    assert "h2o (--hh-ratio 0.2) keeps 8 of 30 tokens of a row (26.7 %)" in "\n".join(done.out)
 
 
 def test_the_full_cache_says_so(command: Any, opt: Path) -> None:

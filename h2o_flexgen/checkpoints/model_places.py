@@ -180,7 +180,9 @@ def what_instead(file: Path) -> str:
     """What to do about a file of another kind. Some programs keep their GGUF files under names without a suffix."""
     if has_magic(file):
         return f"it is a GGUF file, but its name does not end in {SUFFIX}; rename it, or give a link with such a name"
-    return f"give the folder that it lies in, or a {SUFFIX} file"
+    is_beside = any(file.parent.glob("*config.json"))
+    folder = "the folder that it lies in" if is_beside else "a folder with weights and their config"
+    return f"give {folder}, or a {SUFFIX} file"
 
 
 def _from_hub(name: str, with_weights: bool) -> Path:

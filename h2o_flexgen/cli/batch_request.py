@@ -24,7 +24,18 @@ from h2o_flexgen.cli.common_requests import (
     site_of,
 )
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import MODEL, NOISE, PLAN, SITE, Group, Parser, add_placement, add_prefix_folder, add_sizes
+from h2o_flexgen.cli.flags import (
+    FIRST_OF_PLANS,
+    MODEL,
+    NOISE,
+    PLAN,
+    SITE,
+    Group,
+    Parser,
+    add_placement,
+    add_prefix_folder,
+    add_sizes,
+)
 from h2o_flexgen.cli.output_files import check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.files import local_path
@@ -65,6 +76,7 @@ INSTEAD = {
     "--rows": "--gpu-batch-size and --num-gpu-batches say how many requests are computed at once",
 }
 
+FIRST = INPUT, OUTPUT, RESUME, "--model", "--gen-len", "--temperature", *FIRST_OF_PLANS, "--gpus", "--dry-run"
 EPILOG = f"""\
   {PROGRAM} -i in.jsonl -o out.jsonl --model facebook/opt-1.3b
   {PROGRAM} -i in.jsonl -o out.jsonl --model facebook/opt-1.3b {RESUME}
@@ -335,7 +347,7 @@ def _checked(
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} -i in.jsonl -o out.jsonl [--model NAME] [--percent W W KV KV A A] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), INSTEAD)
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), INSTEAD, FIRST)
     group = parser.group("job")
     group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON lines if it is called .jsonl, or texts")
     add_job(group)

@@ -51,6 +51,7 @@ class JobRun:
     seed: int
     metrics: Path | None
     elsewhere: Elsewhere | None = None  # what runs requests, if not this process
+    is_crowded: bool = False  # it was said that other processes slow it
 
     @property
     def _index(self) -> Index:
@@ -79,7 +80,7 @@ class JobRun:
         finished = self.output.finished
         with Metrics(self.metrics) as metrics, Progress(len(finished.states), "batch") as progress:
             listening = Listening(
-                JobWatch(progress, metrics, self.left.sizes, finished, self.left.shared_tokens),
+                JobWatch(progress, metrics, self.left.sizes, finished, self.left.shared_tokens, self.is_crowded),
                 progress,
                 Interrupts(lambda: progress.stage(ENDING)),
                 self.output,
@@ -264,9 +265,16 @@ class JobWatch:
     """Listens to a running job."""
 
     def __init__(
-        self, progress: Progress, metrics: Metrics, sizes: RequestSizes, finished: Finished, shared_tokens: int = 0
+        self,
+        progress: Progress,
+        metrics: Metrics,
+        sizes: RequestSizes,
+        finished: Finished,
+        shared_tokens: int = 0,
+        is_crowded: bool = False,
     ) -> None:
-        """`finished` is kept up to date by the writer of records; `shared_tokens` are not read again."""
+        """`finished` is kept up to date by the writer of records; `shared_tokens` are not read again. `is_crowded`: a crowd was
+        told of before."""
         self._progress, self._metrics, self._finished = progress, metrics, finished
         whole = sum(size.rows * (size.prompt_len + size.gen_len) for size in sizes)
         self._work = whole - shared_tokens  # tokens, at most
@@ -274,7 +282,7 @@ class JobWatch:
         self._saved = 0  # tokens that finished requests might have had and did not need
         self._began = time.perf_counter()
         self._tick = NO_TICK
-        self._crowd = Crowd(progress.note)
+        self._crowd = Crowd(progress.note, is_told=is_crowded)
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
         if stage is Stage.GENERATING and self._tick is NO_TICK:

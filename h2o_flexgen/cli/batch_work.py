@@ -233,17 +233,25 @@ class BatchJob:
 
     def run(self, output: JobOutput) -> FinishedJob:
         """Runs what is left."""
+        is_crowded = False
         if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
             self.tell(self.plan_lines())
             say_slow(plan_reasons(self.plan_report.planned, self.plan_report.arithmetic))
-            say_threads(self.request.others, self.request.site.threads, self.plan_report.arithmetic)
+            is_crowded = say_threads(self.request.others, self.request.site.threads, self.plan_report.arithmetic)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
         style, labels, adapters = self.prepared.style, self.llm.spec.labels, self.llm.loaded.adapters.names
         records = RecordMaker(Answers(self.request.model.name, style, labels, adapters), manifest.created)
         run = JobRun(
-            self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, self._elsewhere(manifest.seed)
+            self.llm,
+            self.left,
+            records,
+            output,
+            manifest.seed,
+            self.request.files.metrics,
+            self._elsewhere(manifest.seed),
+            is_crowded,
         )
         run.record_refused()
         figures = run.to_the_end() if len(self.left.sizes) else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, adapter_of_all, model_of, plan_of, sampling_of, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import PLAN, Group, Parser, add_placement
+from h2o_flexgen.cli.flags import FIRST_OF_PLANS, PLAN, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.files import local_path, parse_json
 from h2o_flexgen.core.workload import TOKENS
@@ -35,6 +35,7 @@ DESCRIPTION = """\
 Talk with a model. Its weights may be larger than the memory. What was said stays in the KV cache.
 Without --model: a small one that travels with the package; nothing is downloaded."""
 
+FIRST = "--model", "--input", "--system", "--gen-len", "--context-len", "--temperature", *FIRST_OF_PLANS, "--positions"
 EPILOG = f"""\
 With a policy that evicts and rolling positions the talk has no end, in constant memory:
 
@@ -112,12 +113,12 @@ def _of_json(line: str, where: str) -> list[str]:
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--input turns.jsonl] [--kv-policy NAME] [--percent W W KV KV A A] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), first=FIRST)
     parser.add_model(takes_lora=True)
     parser.add_tokenizer()
     _add_turns(parser.group("talk"))
     group = parser.group("plan")
-    add_placement(group)
+    add_placement(group, instead_of_auto="no plan is searched for a talk; `h2o-flexgen plan` finds the numbers")
     group.option(PLAN["compute"])
     parser.add_kv()
     parser.add_sampling(without=("logprobs",))

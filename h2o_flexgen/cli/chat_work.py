@@ -43,7 +43,7 @@ def work(request: ChatRequest) -> None:
         params.check_vocabulary(llm.spec.vocab, llm.name)
         if not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before anything is loaded
-        say_threads(request.others, request.site.threads, _arithmetic(llm))
+        is_crowded = say_threads(request.others, request.site.threads, _arithmetic(llm))
         say_slow(kernel_reasons(_arithmetic(llm)))
         say_slow(unchecked_reason(llm.plan, llm.loaded.site))
         style = choose_style(request.style, llm.tokenizer, request.system)
@@ -52,7 +52,7 @@ def work(request: ChatRequest) -> None:
             say_slow(experts_reason(talk.planned_reply, is_talk=True))
             say_slow(unguessed_reason(talk.planned_reply))
             say_slow(unread_reason(talk.planned_reply))
-            chat = Chat(talk, style, params, is_typed)
+            chat = Chat(talk, style, params, is_typed, is_crowded=is_crowded)
             say(chat.greeting(llm))
             chat.run(turns)
             say_broken(llm.peaks())

@@ -50,7 +50,7 @@ PACK = "--compress-weight (4 bits) or --compress-weight 8"
 def model_of(flags: Namespace) -> ModelRequest:
     found = choose_model(flags.model, flags.path, flags.dummy_weights)
     own = replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO), adapter=tuple(flags.adapter))
-    made = replace(own, lora_modules=loras_of(getattr(flags, "lora_modules", ())))
+    made = replace(own, lora_modules=loras_of(getattr(flags, "lora_modules", ()), "--lora"))
     asked = {HEAD_BUDGETS: getattr(flags, HEAD_BUDGETS, EQUAL)}  # of commands that run a plan
     return replace(made, measures_heads=measures_heads(asked, made.dummy_weights, made.adapter))
 

@@ -73,6 +73,7 @@ DESCRIPTION = """\
 How good the text is under each policy and budget, measured through the real cache.
 Without --model: a small one that travels with the package; nothing is downloaded."""
 
+FIRST = "--model", "--tasks", "--policies", "--budgets", "--head-budgets", "--recall", "--text", "--output", "--cpu-mem"
 EPILOG = f"""\
 With --output every cell of the grid is kept as soon as it is finished: the same command goes on where it was interrupted.
 
@@ -355,7 +356,7 @@ def _numbers(flag: str, text: str, kind: Callable[[str], T], bounds: Bounds | No
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--policies A,B] [--budgets 100,20] [--tasks A,B] [--output FOLDER] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), first=FIRST)
     # flags of a plan that the grid also sets
     unasked = dict.fromkeys(("heavy", "recent", "hh_ratio", "kv_budget"))
     parser.set_defaults(hh_all=False, kv_policy=Full.name, **unasked)

@@ -30,6 +30,9 @@ DUMMY_PATH = "_DUMMY_"
 # the model that gives random weights their shapes, if none is named
 NOISE: Mapping[str, object] = {"model": "facebook/opt-125m", "dummy_weights": True}
 REPEATABLE = "may be given several times"
+HELP, HELP_ALL = "--help", "--help-all"
+FIRST_OF_PLANS = "--percent", "--gpu-mem", "--cpu-mem", "--kv-policy", "--kv-budget"  # in the short help
+REQUIRED = "the following arguments are required: "
 PLAN, KV = options_of(Plan), options_of(KVOptions)
 MODEL, SITE = options_of(ModelRequest), options_of(SiteRequest)
 OF_ALL_TEXTS = (
@@ -58,11 +61,21 @@ class Version(argparse.Action):
         parser.exit()
 
 
-class UnknownFlag(ValueError):
-    """A flag that a command lacks. The hint is what stands for it there, or else which commands have it and what is near."""
+class ShortHelp(argparse.Action):
+    """--help, of a command with too many flags for a screen."""
 
-    def __init__(self, flag: str, instead: str, near: str | None) -> None:
-        self.flag, self._instead, self._near = flag, instead, near
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_short_help(), end="")
+        parser.exit()
+
+
+class UnknownFlag(ValueError):
+    """A flag that a command lacks. The hint is what stands for it there, or else which commands have it and what is near.
+    `all_flags`: the flag that names all that there are."""
+
+    def __init__(self, flag: str, instead: str, near: str | None, all_flags: str = HELP) -> None:
+        self.flag, self._instead, self._near, self._all_flags = flag, instead, near, all_flags
         super().__init__(self.line(()))
 
     def line(self, commands: Sequence[str]) -> str:
@@ -70,11 +83,12 @@ class UnknownFlag(ValueError):
         theirs = f"it is a flag of {', '.join(commands)}" if commands else ""
         meant = "" if self._near is None else f"did you mean {self._near}?"
         hint = self._instead or "; ".join(filter(None, (theirs, meant)))
-        return f"unknown flag {self.flag}; {hint or '--help names those that there are'}"
+        return f"unknown flag {self.flag}; {hint or f'{self._all_flags} names those that there are'}"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line; --help has the rest."""
+    """A parser that says what is wrong in one line; --help has the rest. Where there are many flags, that is for the first ones
+    that are needed, and --help-all has the rest."""
 
     def __init__(
         self,
@@ -83,10 +97,15 @@ class Parser(argparse.ArgumentParser):
         usage: str | None = None,
         epilog: str | None = None,
         instead: Mapping[str, str] = MappingProxyType({}),
+        first: Sequence[str] = (),
     ) -> None:
-        """`instead`: what to do instead, by each flag that this command lacks."""
-        super().__init__(program, usage, description, epilog, formatter_class=Help)
-        self._instead = instead
+        """`instead`: what to do instead, by each flag that this command lacks. `first`: the flags that are needed first, if
+        there are too many for one help."""
+        super().__init__(program, usage, description, epilog, formatter_class=Help, add_help=not first)
+        self._instead, self._first = instead, first
+        if first:
+            self.add_argument("-h", HELP, action=ShortHelp, nargs=0, default=argparse.SUPPRESS, help="the flags to begin with")
+            self.add_argument(HELP_ALL, action="help", default=argparse.SUPPRESS, help="all flags, by group")
         self.add_argument(
             "--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="the versions of this package and of torch"
         )
@@ -111,13 +130,29 @@ class Parser(argparse.ArgumentParser):
         return flags
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {shortened(' '.join(message.split()))}\n")
+        told = " ".join(message.split())
+        if told.startswith(REQUIRED):  # as argparse has it, which does not say what to do
+            missing = told.removeprefix(REQUIRED).split(", ")
+            told = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give as in: {self.usage}"
+        self.exit(2, f"error: {shortened(told)}\n")
 
     def _refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is None:
             self.error(f"{unknown[0]!r} belongs to no flag; a model is given with --model, a text with spaces in quotes")
-        raise UnknownFlag(flag, self._instead_of(flag), self._nearest(flag))
+        raise UnknownFlag(flag, self._instead_of(flag), self._nearest(flag), HELP_ALL if self._first else HELP)
+
+    def format_short_help(self) -> str:
+        """The flags that are needed first, in their order, and how to see the others."""
+        parts = self._get_formatter()
+        parts.add_usage(self.usage, (), ())
+        parts.add_text(self.description)
+        parts.start_section("the flags to begin with")
+        parts.add_arguments([self._option_string_actions[flag] for flag in self._first])
+        parts.end_section()
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        parts.add_text(f"{HELP_ALL} tells of all {len(shown)} flags.\n\n{self.epilog or ''}")
+        return parts.format_help()
 
     def _instead_of(self, flag: str) -> str:
         """What to do instead of giving the flag, or what it is called here."""
@@ -243,7 +278,10 @@ class Group:
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Shows a default as it would be typed, if there is one."""
+    """Shows a default as it would be typed, if there is one, and six names for six numbers."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return SIX if isinstance(action, Percent) else super()._format_args(action, default_metavar)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -275,6 +313,9 @@ def typed(allowed: Allowed) -> Callable[[str], object] | None:
 # -- flags of several groups ---------------------------------------------------------------------------------------------
 
 
+SIX = "W_GPU W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"
+
+
 class Percent(argparse.Action):
     """Takes six numbers. `const`: whether the word AUTO asks for a plan search, and if not, what to do instead of AUTO."""
 
@@ -297,14 +338,15 @@ class Percent(argparse.Action):
 def add_placement(group: Group, may_be_found: bool = False, instead_of_auto: str = "") -> None:
     """Adds where data lies. `may_be_found`: --percent also takes `auto`, which is then the default. `instead_of_auto` is
     the advice where `auto` is given but not accepted."""
-    found = f"; {AUTO}: the plan is found for this machine" if may_be_found else ""
+    without = f"; {AUTO} is not taken: {instead_of_auto}" if instead_of_auto else ""
+    found = f"; or {AUTO}: the plan is found for this machine" if may_be_found else without
     group.add(
         "--percent",
         action=Percent,
         nargs="+",
         const=(may_be_found, instead_of_auto),
         default=AUTO if may_be_found else [int(share) for share in Plan().percent],
-        metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
+        metavar=SIX,
         help=f"six numbers: per cent of weights, KV and activations on GPU and in CPU memory; the rest is on disk{found}",
     )
     for name in ("state", "sep_layer", "pin_weight", "graphs", "draft"):

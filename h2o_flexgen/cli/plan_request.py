@@ -10,7 +10,7 @@ from pathlib import Path
 
 from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import DUMMY_PATH, PLAN, SITE, Group, Parser, add_placement, add_sizes
+from h2o_flexgen.cli.flags import DUMMY_PATH, FIRST_OF_PLANS, PLAN, SITE, Group, Parser, add_placement, add_sizes
 from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.files import local_path
@@ -26,6 +26,10 @@ from h2o_flexgen.session.open_request import HEAD_BUDGETS, PROBE, ModelRequest, 
 from h2o_flexgen.text.given_texts import DEFAULT_TOKENS
 
 PROGRAM = "python -m h2o_flexgen.plan"
+FIRST = (
+    *("--model", "--machine", "--num-prompts", "--prompt-len", "--gen-len"),
+    *(*FIRST_OF_PLANS, "--disk-mem", "--latency-limit", "--prefer", "--evaluate"),
+)
 EPILOG = f"""\
 The flags that it prints are those of `python -m h2o_flexgen.run`. Without --machine it plans for this one:
 
@@ -81,7 +85,7 @@ def request_of(flags: Namespace) -> PlanRequest:
         num_prompts=flags.num_prompts,
         prompt_len=flags.prompt_len,
         gen_len=flags.gen_len,
-        disk=flags.disk,
+        disk=flags.disk_mem,
         plot=flags.plot and local_path(flags.plot),
         timeline=flags.timeline and local_path(flags.timeline),
         verbose=flags.verbose,
@@ -130,7 +134,7 @@ def _plan_flags(plan: Plan) -> Iterator[str]:
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} --model NAME [--machine NAME] [--prompt-len P] [--gen-len G] [options]"
     description = "Find the plan that generates fastest within the memory of a machine, say why, and predict its seconds."
-    parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program), first=FIRST)
     parser.add_model()
     several = parser.group("several GPUs")
     several.option(SITE["gpus"])
@@ -151,7 +155,7 @@ def _add_workload(group: Group) -> None:
 
 def _add_plan(parser: Parser) -> None:
     group = parser.group("plan", "what is named is kept, and the rest of sizes and shares is searched")
-    add_placement(group, instead_of_auto="the plan is searched without being asked to: leave it out")
+    add_placement(group, instead_of_auto="the plan is searched without it; leave it out")
     group.option(PLAN["compute"])
     parser.set_defaults(percent=None)
     add_sizes(group, "without --evaluate")
@@ -159,7 +163,7 @@ def _add_plan(parser: Parser) -> None:
 
 def _add_search(parser: Parser) -> None:
     group = parser.add_search("search", "its memory is the limit where no other is given")
-    group.value("--disk", "SIZE", "no more than this is held on disk (default: what the machine has free)", SIZE)
+    group.value("--disk-mem", "SIZE", "no more than this is held on disk (default: what the machine has free)", SIZE)
     priced = "search nothing: price the plan that --percent, the sizes and the other flags describe"
     group.truth("--evaluate", text=priced)
 

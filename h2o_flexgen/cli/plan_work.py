@@ -306,7 +306,7 @@ class Why:
             return None
         limit = self.problem.limits.of(tier)
         assert limit is not None
-        more = replace(self.problem.limits, **{tier: int((1 + MORE) * limit)})
+        more = self.problem.limits.with_limit(tier, int((1 + MORE) * limit))
         batches = (self.best.plan.num_gpu_batches,)
         plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
         try:

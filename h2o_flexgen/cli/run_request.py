@@ -23,7 +23,7 @@ from h2o_flexgen.cli.common_requests import (
     site_of,
 )
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import PLAN, REPEATABLE, SITE, Group, Parser, add_placement, add_sizes, typed
+from h2o_flexgen.cli.flags import FIRST_OF_PLANS, PLAN, REPEATABLE, SITE, Group, Parser, add_placement, add_sizes, typed
 from h2o_flexgen.cli.output_files import check_output_file, check_picture, check_writable
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.files import local_path
@@ -61,6 +61,8 @@ Generate text with a model that is larger than the GPU, or than the memory; meas
 Without --model: a small one that travels with the package, with h2o, 96 tokens and a share of everything on each tier, where
 nothing else is asked; nothing is downloaded."""
 
+FIRST_OF_PROMPTS = "--prompt", "--prompt-file", "--prompt-len", "--num-prompts", "--gen-len"
+FIRST = "--model", *FIRST_OF_PROMPTS, *FIRST_OF_PLANS, "--output", "--dry-run"
 EPILOG = f"""\
 To begin with, --model and --prompt are enough: the machine is measured once, and the plan is found. --dry-run shows what a plan
 needs before anything is loaded:
@@ -240,7 +242,7 @@ def _refuse_of_one_process(flags: Namespace) -> None:
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--prompt TEXT] [--percent W W KV KV A A] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), first=FIRST)
     parser.set_defaults(demo=False)
     parser.add_model(takes_lora=True)
     parser.add_tokenizer()

@@ -73,17 +73,17 @@ def work(request: RunRequest) -> None:
             job.say_slow()
             RunApart.of(job).run()
         else:
-            say_threads(request.others, request.site.threads, job.plan_report.arithmetic)
+            is_crowded = say_threads(request.others, request.site.threads, job.plan_report.arithmetic)
             job.say_slow()
-            run(job)
+            run(job, is_crowded)
 
 
-def run(job: RunJob) -> None:
-    """Runs it in this process."""
+def run(job: RunJob, is_crowded: bool) -> None:
+    """Runs it in this process. `is_crowded`: it was said that other processes slow it."""
     request, llm, blocks, seed = job.request, job.llm, job.planned_run.blocks, resolve_seed(job.request.seed)
     prepared = llm.prepare(job.prompts, request.sampling.up_to(request.steps), planned=job.planned_run)
     with Progress(blocks.visits, "run", late=True) as progress:
-        watch = RunWatch(blocks, progress)
+        watch = RunWatch(blocks, progress, is_crowded)
         completions = llm.generate(
             prepared,
             seed=seed,

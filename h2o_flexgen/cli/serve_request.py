@@ -11,7 +11,7 @@ from pathlib import Path
 from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
 from h2o_flexgen.cli.errors import TRACEBACK
-from h2o_flexgen.cli.flags import MODEL, NOISE, PLAN, Group, Parser, add_placement, add_prefix_folder, add_sizes
+from h2o_flexgen.cli.flags import FIRST_OF_PLANS, MODEL, NOISE, PLAN, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
 from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.hints import shown
@@ -45,6 +45,7 @@ Answer requests over HTTP, in the form of OpenAI's: chats and completions, strea
 computed in one block, and later ones join it where a seat is free.
 Without --model: the small one that travels with the package."""
 
+FIRST = "--model", "--host", "--port", KEYS, "--prompt-len", "--gen-len", "--rows", *FIRST_OF_PLANS
 EPILOG = f"""\
   {PROGRAM} --model facebook/opt-1.3b --prompt-len 1024 --gen-len 256
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{{"prompt": "The ferry"}}'
@@ -152,7 +153,7 @@ class Time(Allowed):
 
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--port N] [--percent W W KV KV A A] [options]"
-    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), first=FIRST)
     _add_listening(parser.group("listening"))
     _add_requests(parser.group("requests"))
     _add_batches(parser.group("files and batches"))

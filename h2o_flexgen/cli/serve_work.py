@@ -85,11 +85,11 @@ class Preparing:
         with _named_as_flags():
             arrivals = self.llm.arrivals(room.prompt_len, room.gen_len, prefix_room=self.request.prefix_room)
         report = PlanReport.of(self.llm.loaded, arrivals.planned, arriving=True)
-        self._announce(report, arrivals)
+        is_crowded = self._announce(report, arrivals)
         with Progress(0, f"loading {self.llm.name}", late=True) as progress:
             self.llm.load(OpeningReport(progress).stage)
         counts = ServerCounts(lambda: self.llm.loaded.prefix_counts)
-        return Server(self.request, self.llm, arrivals, counts, facts_of(self.request.name, report))
+        return Server(self.request, self.llm, arrivals, counts, facts_of(self.request.name, report), is_crowded)
 
     def _room(self) -> SeatNeed:
         """The longest prompt and completion."""
@@ -139,10 +139,11 @@ class Preparing:
         folder = shown(str(request.site.prefix_dir))
         raise ValueError(f"--prefix-dir is {folder}, but requests share nothing ({why}); {instead}, or leave --prefix-dir out")
 
-    def _announce(self, report: PlanReport, arrivals: Arrivals) -> None:
+    def _announce(self, report: PlanReport, arrivals: Arrivals) -> bool:
+        """Says what is planned, and what makes it slow. Returns whether a crowd of other processes is among that."""
         self._tell([*report.lines(), *self._unshared(arrivals)])
         say_slow(plan_reasons(report.planned, report.arithmetic))
-        say_threads(self.request.others, self.request.site.threads, report.arithmetic)
+        return say_threads(self.request.others, self.request.site.threads, report.arithmetic)
 
     def _unshared(self, arrivals: Arrivals) -> Iterator[str]:
         """Why requests share nothing, if the user has not asked for that."""
@@ -174,11 +175,13 @@ def _named_as_flags() -> Iterator[None]:
 class Server:
     """A model that is loaded, and the desk that serves it."""
 
-    def __init__(self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: ServerCounts, facts: Facts) -> None:
+    def __init__(
+        self, request: ServeRequest, llm: LLM, arrivals: Arrivals, counts: ServerCounts, facts: Facts, is_crowded: bool
+    ) -> None:
         self._request, self._llm, self._arrivals, self.counts, self.facts = request, llm, arrivals, counts, facts
         self._limits = replace(Limits(), body_bytes=request.listen.most_body_bytes)
         terms = Terms(request.gather_seconds, request.most_waiting, request.seed)
-        crowd = Crowd(lambda line: print(line, file=sys.stderr, flush=True))
+        crowd = Crowd(lambda line: print(line, file=sys.stderr, flush=True), is_told=is_crowded)
         self.desk = Desk(llm, arrivals, terms, counts, self._broken, _shrunk, crowd.computing, crowd.look)
 
     def service(self, readers: Executor) -> Service:

@@ -64,16 +64,18 @@ def _copy(stage: Stage, total_bytes: int) -> str:
     return f"{what}, once: a copy of {format_bytes(total_bytes)}, which is kept in {cache_folder(kind)}"
 
 
-def say_threads(others: Others, asked: int | None, arithmetic: Arithmetic) -> None:
+def say_threads(others: Others, asked: int | None, arithmetic: Arithmetic) -> bool:
     """Uses fewer threads if other processes are busy and threads would wait for each other, or tells of the crowd, in a line.
     `others` have been watched, at no cost, since the command began. Plans and profiles come before this: they are for the
-    undisturbed machine."""
+    undisturbed machine. Returns whether the crowd was told of."""
     busy = others.cores()
     line = make_room_for_others(0.0 if arithmetic.shares_work else busy, asked)
     if line is not None:
         say([f"threads   {line}"])
     elif crowded := crowding(busy, get_num_threads(), cores()):
         say_slow([crowded])
+        return True
+    return False
 
 
 # -- while a run computes ----------------------------------------------------------------------------------------------
@@ -81,16 +83,16 @@ def say_threads(others: Others, asked: int | None, arithmetic: Arithmetic) -> No
 
 class RunWatch:
     """Adds up the work that was done, and keeps the times that a shortened run is projected from. `blocks` are those of the
-    run, as planned; after memory ran out, those that took their place."""
+    run, as planned; after memory ran out, those that took their place. `is_crowded`: a crowd was told of before."""
 
-    def __init__(self, blocks: BlockPlans, progress: Progress) -> None:
+    def __init__(self, blocks: BlockPlans, progress: Progress, is_crowded: bool = False) -> None:
         self.flops: Counter[int] = Counter()  # rows of a matrix product -> flops done with as many
         self.first_decode_ends: list[dict[int, float]] = [{} for _ in blocks]  # layer of the first decode step -> when it ended
         self.load_seconds = 0.0
         self.blocks = blocks
         self._block = blocks[0]
         self._progress = progress
-        self._crowd = Crowd(progress.note)
+        self._crowd = Crowd(progress.note, is_told=is_crowded)
         self._index = -1  # index of the running block
         self._visits_ended = 0  # visits of the running block when it is over, and of all before it
         self._visits_before = self._tokens_before = self._tokens = 0
@@ -202,8 +204,9 @@ class Crowd:
     """Looks for a crowd of other processes that comes while a run computes, and makes it slow: said once, with what it costs
     and what helps. It is asked at the end of each step, and looks now and then."""
 
-    def __init__(self, note: Callable[[str], None], begin: Callable[[], Watched] = Others) -> None:
-        self._note, self._begin, self._is_told = note, begin, False
+    def __init__(self, note: Callable[[str], None], begin: Callable[[], Watched] = Others, is_told: bool = False) -> None:
+        """`is_told`: it was said before that there is one."""
+        self._note, self._begin, self._is_told = note, begin, is_told
         self._watched = begin()
 
     @contextmanager

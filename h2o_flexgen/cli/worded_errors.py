@@ -19,7 +19,7 @@ QUOTED = r"(?<![\w=])'[^']*'(?!\w)|\"[^\"]*\""  # what a user has written
 VALUE = r"(?:=(?P<given>'[^']*'|[\w.]*\w)| (?P<beside>'[^']*'))"  # as in `schedule='zigzag'`, and in `kv_policy 'h2o'`
 OF_A_FILE = re.compile(r"\bline \d+: ")  # files have the names
 LISTED = r"\b(?:takes?|leave|give) (?:(?:{names})(?:, | and | or ))*$"
-PERCENT = "percent"  # six numbers stand behind it
+PERCENT, SHARES = "percent", re.compile(r" (?:-?\d|for \w+ is )")  # six numbers stand behind it, or what two of them are for
 
 
 def as_typed(line: str, flags: Collection[str]) -> str:
@@ -36,7 +36,7 @@ def as_typed(line: str, flags: Collection[str]) -> str:
         name, value, before = found["name"], found["given"] or found["beside"], line[: found.start()]
         if name is None or OF_A_FILE.search(before) or is_what_was_given(name, before):
             return found[0]
-        is_percent = name == PERCENT and re.match(r" -?\d", line[found.end() :])
+        is_percent = name == PERCENT and SHARES.match(line, found.end())
         is_meant = found["given"] or "_" in name or is_percent or listed.search(before)
         return _written(name, value, found[0]) if is_meant else found[0]
 

@@ -60,3 +60,8 @@ class MemorySize(Allowed):
 
 
 SIZE = MemorySize()
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: `1 row`, `2 rows`, `2 batches`."""
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"

@@ -114,14 +114,16 @@ def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:
 
 def crowding(busy_cores: float, threads: int, own_cores: int, had: float | None = None) -> str | None:
     """A line with advice if there are more threads than cores that other processes leave free. `had`: the cores that this
-    process had meanwhile."""
+    process had meanwhile, which is counted more finely than what others had: together they have no more than there are."""
+    left = None if had is None else round(max(had, own_cores - busy_cores), 1)
+    busy_cores = busy_cores if left is None else own_cores - left
     free = own_cores - math.floor(busy_cores + 0.5)
     if threads <= free:
         return None
     fewer = f"stop them, start them with `nice`, or give --threads {free}"
     advice = fewer if free > 0 else "stop them, or start them with `nice`"
     word = "1 thread computes" if threads == 1 else f"{threads} threads compute"
-    cost = "" if had is None else f", which leaves {had:.1f} to this one"
+    cost = "" if left is None else f", which leaves {left:.1f} to this one"
     return f"{word} on {own_cores} cores, and other processes keep {busy_cores:.1f} of them busy{cost}; {advice}"
 
 

@@ -20,6 +20,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.jobs.line import (
     CUSTOM_ID,
+    DOCUMENT,
     JSON_LINES,
     LONGEST_LINE,
     RESERVED,
@@ -225,6 +226,14 @@ def check_lines(index: Index, known: InputPart | None = None, on_line: OnLine | 
     return checker.checked()
 
 
+def _is_json(line: bytes) -> bool:
+    try:
+        parse_json(line)
+    except ValueError:
+        return False
+    return True
+
+
 class _Checker:
     def __init__(self, index: Index, known: InputPart | None, named: int) -> None:
         self._index, self._known, self._named = index, known, named
@@ -254,15 +263,17 @@ class _Checker:
             self._refused.append((number, str(bad)))
 
     def _refuse_json_in_disguise(self, raw: RawLine) -> None:
-        """Refuses a file of JSON lines with a name for text: each line would be taken for a prompt."""
-        if self._index.reader.is_json or not raw.data.lstrip().startswith(b"{"):
-            return
-        try:
-            parse_json(raw.data)
-        except ValueError:
-            return
+        """Refuses a file of JSON lines with a name for text, and a document: each line would be taken for a prompt."""
         name = self._index.file.name
-        raise ValueError(f"{name} has JSON in its first line, but not {JSON_LINES} in its name, which texts lack; rename it")
+        if self._index.reader.is_json:
+            return
+        if raw.data.lstrip().startswith(b"{") and _is_json(raw.data):
+            raise ValueError(
+                f"{name} has JSON in its first line, but not {JSON_LINES} in its name, which texts lack; rename it"
+            )
+        if self._index.file.is_document:
+            forms = f"a request of JSON per line, in a file called {JSON_LINES}, or a text per line, in one called .txt"
+            raise ValueError(f"{name} is called {DOCUMENT}, and its lines are no requests; give {forms}")
 
     def checked(self) -> CheckedFile:
         index = self._index

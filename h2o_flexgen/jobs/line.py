@@ -30,7 +30,7 @@ from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, TextPair, read_chat, token_ids
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
 
-JSON_LINES = ".jsonl"
+JSON_LINES, DOCUMENT = ".jsonl", ".json"
 LONGEST_LINE = 1 << 26  # bytes
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -63,6 +63,11 @@ class InputFile:
     @property
     def is_json(self) -> bool:
         return self.path.suffix == JSON_LINES
+
+    @property
+    def is_document(self) -> bool:
+        """Whether it is called as one value of JSON is."""
+        return self.path.suffix == DOCUMENT
 
     def lines(self) -> Iterator[RawLine]:
         """The lines that are not blank."""

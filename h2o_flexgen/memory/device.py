@@ -295,7 +295,7 @@ class CudaDevice(Accelerator):
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             asked = "cuda" if index is None else f"cuda:{index}"
-            raise ValueError(f"device {asked!r} was asked for, but torch finds no CUDA device; use the device 'cpu'")
+            raise ValueError(f"device={asked!r} was asked for, but torch finds no CUDA device; take device={Device.kind!r}")
         super().__init__()
         _let_pools_share()
         try:
@@ -306,7 +306,7 @@ class CudaDevice(Accelerator):
             raise ValueError(f"{FORKED}, nor its GPU; {SPAWN}") from error
         count = torch.cuda.device_count()
         if index is not None and index >= count:
-            raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
+            raise ValueError(f"device='cuda:{index}' was asked for, but torch finds {count} of them; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         torch.cuda.set_device(self.torch_device)  # for work that this thread issues outside of lanes
         self._streams: dict[str, torch.cuda.Stream] = {}
@@ -424,4 +424,4 @@ def open_device(name: str = "auto") -> Device:
         return Device()
     if kind == CudaDevice.kind and (not index or index.isdigit()):
         return CudaDevice(int(index) if index else None)
-    raise ValueError(f"unknown device {name!r}; known are auto, cpu, cuda and cuda:N")
+    raise ValueError(f"device={name!r} is unknown; known are auto, cpu, cuda and cuda:N")

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from h2o_flexgen.core.buffer_layout import (
     CHUNK_BYTES,
@@ -327,16 +329,21 @@ def _disk_buffers(planned: BlockPlan, site: Site) -> int:
 class MemoryLimits:
     """Bytes that may be held per tier; None is no limit. `host_base` is what the process holds before anything is loaded.
     `processes`: how many of them run the plan on this machine, each with a device of its own, over weights of host memory that
-    they share; one more process supervises them."""
+    they share; one more process supervises them. `folder`: where data lies on the disk, if that is known."""
 
     device: int | None = None
     host: int | None = None
     disk: int | None = None
     host_base: int = 0
     processes: int = 1
+    folder: Path | None = None
 
     def of(self, tier: str) -> int | None:
         return {DEVICE: self.device, HOST: self.host, DISK: self.disk}[tier]
+
+    def with_limit(self, tier: str, nbytes: int) -> MemoryLimits:
+        changed: dict[str, Any] = {tier: nbytes}
+        return replace(self, **changed)
 
     def needs(self, footprint: Footprint, tier: str) -> int:
         return sum(self.held(footprint, tier).values())

@@ -281,7 +281,7 @@ class Plan:
         is_asked = self.policy.judge == PROBE
         if self.probe is None:
             if is_asked:
-                raise ValueError(f"kv_policy {self.kv_policy!r} ranks tokens by a probe; give its file as probe, or 'own'")
+                raise ValueError(f"kv_policy {self.kv_policy!r} ranks tokens by a probe; give probe=FILE, or probe='own'")
             return
         if not is_asked:
             raise ValueError(f"kv_policy {self.kv_policy!r} asks no probe; leave probe out")

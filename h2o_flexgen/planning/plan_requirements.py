@@ -51,7 +51,7 @@ class PlanSubject:
         """The limits with so many bytes less of the fastest memory."""
         tier = DEVICE if self.site.accelerator else HOST
         held = self.limits.of(tier)
-        return self.limits if held is None else replace(self.limits, **{tier: held - held_back})
+        return self.limits if held is None else self.limits.with_limit(tier, held - held_back)
 
 
 @dataclass(frozen=True)

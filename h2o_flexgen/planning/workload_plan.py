@@ -76,8 +76,13 @@ class WorkloadPlan:
         held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
         raise DoesNotFit(
             f"plan needs {format_bytes(limits.needs(self.footprint, tier))} on {tier} ({held}), "
-            f"the limit is {format_bytes(limit)}; {what_would_fit(self, limits)}"
+            f"{self._told_limit(limits, tier)}; {what_would_fit(self, limits)}"
         )
+
+    @staticmethod
+    def _told_limit(limits: MemoryLimits, tier: str) -> str:
+        limit = format_bytes(limits.of(tier) or 0)
+        return f"{limits.folder} has room for {limit}" if tier == DISK and limits.folder else f"the limit is {limit}"
 
 
 class DoesNotFit(ValueError):
@@ -104,13 +109,15 @@ def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
             break
     if not found:
         found = [_smaller_with_less(asked, limits, tier)]
+    if tier == DISK and any(found):
+        found.append("an offload_dir with more room")
     return "would fit: " + " or ".join(found) if any(found) else f"no smaller batch or share fits: {MORE[tier or HOST]}"
 
 
 MORE = {
     DEVICE: "give more memory of the device, or a smaller model",
     HOST: "give more memory",
-    DISK: "free some space on the disk, or give an --offload-dir on a larger one",
+    DISK: "free some space on the disk, or give an offload_dir on a larger one",
 }
 
 

@@ -122,12 +122,12 @@ def _clip(span: Span, start: float, end: float) -> Span:
 
 
 def _scale(seconds: float, width: int, every: int = 20) -> str:
-    """Times, each written at its place."""
-    line = ""
+    """Times, each written at its place, and the last at the end. A time that would run into that is left out."""
+    line, end = "", f"{seconds:.4g}s"
     for column in range(0, width, every):
-        line += f"{seconds * column / width:.3g}s".ljust(every)
-    end = f"{seconds:.4g}s"
-    return (line[: width - len(end) - 1] + " " + end)[-width:].rjust(width)
+        time = f"{seconds * column / width:.3g}s"
+        line = line.ljust(column) + time if column + len(time) + len(end) < width else line
+    return (line.ljust(width - len(end)) + end)[-width:]
 
 
 def _draw(spans: Sequence[Span], seconds: float, width: int, names: Sequence[LayerName]) -> str:

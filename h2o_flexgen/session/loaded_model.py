@@ -92,6 +92,7 @@ class LoadedModel:
             self.device.graph_bytes = kept_graph_bytes(self.device.torch_device)
         site.refuse_memory_of_no_gpu(self.device.accelerator, "this model computes on the CPU")
         self._take(request.plan)
+        site.refuse_unusable_folder()
         self.offload_folder = site.offload_folder
         caches = [cache_folder(kind) for kind in COPIES]
         self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
@@ -100,7 +101,8 @@ class LoadedModel:
             self.take_adapter(name, folder)
         self._prefix_folder = PrefixFolder.of(site, self.opened)
         limits = open_limits([self.device, *self.others], site.gpu_mem, site.cpu_mem)
-        self.limits = replace(limits, disk=disk_limit(self.offload_folder, self.packing), processes=site.gpus)
+        limits = replace(limits, processes=site.gpus, folder=self.offload_folder)
+        self.limits = replace(limits, disk=disk_limit(self.offload_folder, self.packing))
         self._measure_heads(say)
 
     @property

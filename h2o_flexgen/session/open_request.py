@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
+from shutil import disk_usage
 
 from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.checkpoints.model_places import (
@@ -19,7 +20,7 @@ from h2o_flexgen.checkpoints.model_places import (
     surely_beside,
 )
 from h2o_flexgen.core.allowed_values import AUTO, TRUTH, Bounds, Choice, Rule
-from h2o_flexgen.core.environment import Threads, cache_folder, cores, default_offload_folder
+from h2o_flexgen.core.environment import Threads, cache_folder, cores, default_offload_folder, existing_folder
 from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
@@ -107,7 +108,7 @@ class ModelRequest:
         found = dict[str, str]()
         for name, folder in self.lora_modules:
             if found.setdefault(name, folder) != folder:
-                raise ValueError(f"lora has {found[name]} and {folder} by the name {name}; give one of them another name")
+                raise ValueError(f"adapters {found[name]} and {folder} are both called {name}; give one of them another name")
         return found
 
     @property
@@ -180,6 +181,16 @@ class SiteRequest:
     def of_each(self) -> SiteRequest:
         """The site of each process: with a share of the threads, if the user gave no number."""
         return self if self.gpus == 1 else replace(self, threads=self.threads or max(1, cores() // self.gpus))
+
+    def refuse_unusable_folder(self) -> None:
+        """Refuses an offload folder that was named and takes no files: no other plan would mend that."""
+        if self.offload_dir is None:
+            return
+        place = existing_folder(self.offload_folder)
+        has_files = place.is_dir() and disk_usage(place).total > 0  # /proc and the like have room for none
+        if not has_files or not os.access(place, os.W_OK | os.X_OK):
+            why = f"no file can be written in {place}"
+            raise ValueError(f"{self.named('offload_dir')} {self.offload_folder}: {why}; give another folder")
 
     def refuse_memory_of_no_gpu(self, has_gpu: bool, machine: str) -> None:
         """Refuses a limit on GPU memory where no GPU computes: it would limit nothing, and the caller expects otherwise."""
@@ -339,18 +350,21 @@ def adapters_of(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     return tuple(name_of("adapter", one) for one in each if one is not None)
 
 
-def loras_of(given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None) -> tuple[tuple[str, str], ...]:
-    """Adapters of requests, a name and a folder or a GGUF file each: of a mapping, or of texts like NAME=PATH."""
+def loras_of(
+    given: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None, called: str = "lora"
+) -> tuple[tuple[str, str], ...]:
+    """Adapters of requests, a name and a folder or a GGUF file each: of a mapping, or of texts like NAME=PATH. `called`: how
+    messages name what was given."""
     if isinstance(given, Mapping):
-        return tuple(_named(name, name_of("lora", folder), {name: folder}) for name, folder in given.items())
-    texts = [name_of("lora", one) for one in ([given] if isinstance(given, str) else given or ())]
-    return tuple(_named(*text.partition("=")[::2], text) for text in texts)
+        return tuple(_named(name, name_of(called, folder), {name: folder}, called) for name, folder in given.items())
+    texts = [name_of(called, one) for one in ([given] if isinstance(given, str) else given or ())]
+    return tuple(_named(*text.partition("=")[::2], text, called) for text in texts)
 
 
-def _named(name: str, folder: str, given: object) -> tuple[str, str]:
+def _named(name: str, folder: str, given: object, called: str) -> tuple[str, str]:
     if not is_adapter_name(name) or not folder:
         form = "NAME=PATH" if isinstance(given, str) else "{NAME: PATH}"
-        raise ValueError(f"lora is {shown(given)}; give {form}, where NAME has no = and no :")
+        raise ValueError(f"{called} is {shown(given)}; give {form}, where NAME has no = and no :")
     return name, folder
 
 

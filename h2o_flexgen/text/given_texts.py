@@ -36,6 +36,9 @@ def read_prompts(file: Path) -> list[str]:
 
 def read_lines(file: Path, what: str, of: str = "a prompt") -> list[str]:
     """The lines of a file, without empty ones at its end."""
+    if file.suffix == ".json":
+        forms = f"{of} per line, as a text (.txt) or as JSON (.jsonl)"
+        raise ValueError(f"{what} {file} is called .json, as one value of JSON is, and is read line by line; give {forms}")
     lines = read_text(file, f"{what} {file}").split("\n")
     while lines and not lines[-1].strip():
         lines.pop()

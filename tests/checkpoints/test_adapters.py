@@ -347,7 +347,7 @@ def test_a_place_that_is_none_is_refused_first(model: Path | None, tmp_path: Pat
     for place, told in {
         "b": "adapter b does not exist; give the folder that PEFT has saved, or a GGUF file",
         "b.gguf": "adapter b.gguf does not exist; give the folder that PEFT has saved, or a GGUF file",
-        "text": "adapter text is a file; give the folder that it lies in, or a .gguf file",
+        "text": "adapter text is a file; give a folder with weights and their config, or a .gguf file",
         "lora.bin": "adapter lora.bin is a file; it is a GGUF file, but its name does not end in .gguf; rename it, or ",
     }.items():
         assert one_line(lambda place=place: merged_adapters([place], model)).startswith(told)

@@ -92,7 +92,7 @@ def test_a_plan_has_a_probe_where_its_policy_asks_for_one_and_names_it_by_its_ch
     assert plan.as_json()["probe"] == {"model": "a made-up model", "source": "nothing", "checksum": PROBE.checksum}
     assert plan == Plan.create(kv_policy="kvzap", probe=Probe("b", "c", PROBE.weights.copy(), PROBE.biases))
     for options, said in (
-        ({"kv_policy": "kvzap"}, "kv_policy 'kvzap' ranks tokens by a probe; give its file as probe, or 'own'"),
+        ({"kv_policy": "kvzap"}, "kv_policy 'kvzap' ranks tokens by a probe; give probe=FILE, or probe='own'"),
         ({"kv_policy": "h2o", "probe": PROBE}, "kv_policy 'h2o' asks no probe; leave probe out"),
         ({"kv_policy": "kvzap", "probe": "a file"}, "probe is a str"),
     ):

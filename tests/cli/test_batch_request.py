@@ -76,7 +76,7 @@ def test_input_and_output_have_to_be_named(capsys: pytest.CaptureFixture[str]) -
         ("--prompt-file", "prompts stand in --input-file, a request per line"),
         ("--port", "it is a flag of serve"),
         ("--temprature", "did you mean --temperature?"),
-        ("--prompt-size", "--help names those that there are"),
+        ("--prompt-size", "--help-all names those that there are"),
     ],
 )
 def test_a_flag_that_is_not_there_is_answered_with_what_helps(capsys: pytest.CaptureFixture[str], flag: str, said: str) -> None:

@@ -14,6 +14,9 @@ def test_a_line_is_a_turn_and_a_json_line_one_or_several(tmp_path: Path) -> None
     assert turns_in(str(tmp_path / "a.txt")) == ["hello", "/reset", "what now?"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "hello"}\n{"turns": ["one", "two"], "category": "x"}\n')
     assert turns_in(str(tmp_path / "a.jsonl")) == ["hello", "one", "two"]
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^input .*a.json is called .json, .*; give a turn per line, as a text"):
+        turns_in(str(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(

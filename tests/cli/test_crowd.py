@@ -44,9 +44,15 @@ def told(windows: Sequence[Planted]) -> list[str]:
 def test_a_crowd_is_said_once_with_what_it_costs_and_what_helps() -> None:
     quiet, late = Planted(1.5, 0.1, 3.9), Planted(1.2, 2.1, 1.8)
     assert told([quiet, quiet, late, late, late, quiet]) == [
-        "slow: 4 threads compute on 4 cores, and other processes keep 2.1 of them busy, which leaves 1.8 to this one; "
+        "slow: 4 threads compute on 4 cores, and other processes keep 2.1 of them busy, which leaves 1.9 to this one; "
         "stop them, start them with `nice`, or give --threads 2"
     ]
+
+
+def test_a_crowd_that_was_told_of_before_is_not_said_again() -> None:
+    lines, late = list[str](), Planted(1.2, 2.1, 1.8)
+    Crowd(lines.append, lambda: late, is_told=True).look()
+    assert lines == []
 
 
 def test_on_a_quiet_machine_nothing_is_said() -> None:

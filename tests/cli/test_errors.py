@@ -35,6 +35,7 @@ from h2o_flexgen.cli.worded_errors import as_typed
 from h2o_flexgen.core.option import options_of
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.kv_options import KVOptions
 from h2o_flexgen.schedule.ops import Key, Op
@@ -118,6 +119,11 @@ def test_a_long_value_is_shortened_in_the_line_that_ends_a_command(capsys: pytes
         ),
         ({"pipeline": 2, "attend_on": "host"}, "leave attend_on='host' out", "leave --cpu-cache-compute out"),
         (
+            {"kv_policy": "kvzap", "kv_budget": 0.2},
+            "kv_policy 'kvzap' ranks tokens by a probe; give probe=FILE, or probe='own'",
+            "--kv-policy kvzap ranks tokens by a probe; give --probe FILE, or --probe own",
+        ),
+        (
             {"kv_recall": 0.1, "pipeline": 2},
             "give pipeline=1, or leave kv_recall out",
             "give --pipeline 1, or leave --kv-recall out",
@@ -144,6 +150,19 @@ def test_a_word_of_an_error_that_is_no_option_stays_as_it_is() -> None:
         "would fit: --gpu-batch-size 2 with --percent 0 100 0 0 0 0 or less than 5 tokens of --prefix-room; "
         "--compress-weight 'group9'"
     )
+    unlike = "percent for weights is 50 (GPU) and 60 (CPU); device='cuda:7' was asked for; 5 percent for each"
+    assert as_typed(unlike, flags) == (
+        "--percent for weights is 50 (GPU) and 60 (CPU); --device cuda:7 was asked for; 5 percent for each"
+    )
+
+
+def test_a_gpu_that_is_not_there_is_named_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for asked in ("cuda", "cuda:7"):
+        with pytest.raises(
+            ValueError, match=f"^device='{asked}' was asked for, but torch finds no CUDA device; take device='cpu'"
+        ):
+            open_device(asked)
 
 
 @pytest.mark.parametrize(

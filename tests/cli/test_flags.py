@@ -117,6 +117,12 @@ def test_every_flag_that_has_a_number_for_a_default_reads_it_with_a_type() -> No
             assert not is_number or action.type is not None, action.option_strings
 
 
+@pytest.mark.parametrize("parser", [OF_BATCHES, *PARSERS.values()], ids=lambda parser: parser.prog.rpartition(".")[2])
+def test_help_says_that_percent_takes_six_numbers(parser: argparse.ArgumentParser) -> None:
+    has_percent, said = "--percent" in parser._option_string_actions, " ".join(parser.format_help().split())
+    assert ("--percent W_GPU W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU six numbers" in said) is has_percent
+
+
 @pytest.mark.parametrize("percent", ["\u0665 0 0 0 0 0", "1_0 0 0 0 0 0", "nan 0 0 0 0 0", "0 0 0 0 0"])
 def test_percent_takes_plain_digits(percent: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -11,6 +11,7 @@ from h2o_flexgen.cli.main import COMMANDS, main
 
 ONE_PROGRAM = [pytest.param(name, f"h2o-flexgen {name}", id=name) for name in COMMANDS]
 
+NO_SEARCH = "no plan is searched for a talk; `h2o-flexgen plan` finds the numbers"
 ALL = "run, batch, serve, plan, profile, chat, calibrate, evaluate"
 
 
@@ -22,6 +23,20 @@ def test_a_command_has_the_same_help_under_both_names(name: str, program: str, c
     of_module = capsys.readouterr().out
     assert called.startswith(f"usage: {program} ") and of_module.startswith(f"usage: python -m h2o_flexgen.{name} ")
     assert called.split() == of_module.replace(f"python -m h2o_flexgen.{name}", program).split()
+
+
+@pytest.mark.parametrize("name", ["run", "batch", "serve", "plan", "chat", "evaluate"])
+def test_the_first_help_fits_on_a_screen_and_the_other_has_all_flags(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    said = [main([name, flag]) or capsys.readouterr().out for flag in ("--help", "-h", "--help-all")]
+    assert said[0] == said[1] != said[2]
+    parser, first = import_module(f"h2o_flexgen.cli.{name}_request").make_parser(), said[0].splitlines()
+    flags = {word.rstrip(",") for line in first if line.startswith("  -") for word in line.split() if word.startswith("--")}
+    assert "--model" in flags <= {*parser.flags}
+    assert next(number for number, line in enumerate(first) if line.startswith("--help-all tells of all")) <= 40
+    assert all(flag in said[2] for flag in parser.flags if flag != "--attn-sparsity")
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words))
@@ -38,6 +53,17 @@ def test_the_versions_are_told_at_every_door(words: list[str], capsys: pytest.Ca
         (["--models"], "unknown flag --models; --help names those that there are"),
         (["--model", "m"], f"unknown flag --model; it is a flag of {ALL.replace(' profile,', '')}"),
         (["calibrate", "--lora", "x=y"], "unknown flag --lora; heads are measured with an adapter by --adapter PATH"),
+        (
+            ["batch", "-i", "in.jsonl"],
+            "-o/--output-file is missing; give as in: h2o-flexgen batch -i in.jsonl -o out.jsonl [--model NAME] "
+            "[--percent W W KV KV A A] [options]",
+        ),
+        (["chat", "--percent", "auto"], f"argument --percent: takes six numbers; got 'auto'; {NO_SEARCH}"),
+        (
+            ["plan", "--model", "m", "--disk", "3XB"],
+            "argument --disk-mem: size '3XB' is not understood; write it like 16GB or 8GiB",
+        ),
+        (["run", "--lora", "sql"], "--lora is 'sql'; give NAME=PATH, where NAME has no = and no :"),
         (["run", "--gen-len", "0"], "argument --gen-len: '0' is not allowed; give a whole number from 1 to 10000000"),
     ],
 )

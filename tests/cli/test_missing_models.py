@@ -60,6 +60,9 @@ def test_a_file_of_another_kind_is_refused_without_torch(tmp_path: Path) -> None
     file = tmp_path / "weights.bin"
     file.write_bytes(b"weights")
     said = refusal("run", "--model", str(file), folder=tmp_path)
+    assert said == f"error: model '{file}' is a file; give a folder with weights and their config, or a .gguf file\n"
+    (tmp_path / "config.json").touch()
+    said = refusal("run", "--model", str(file), folder=tmp_path)
     assert said == f"error: model '{file}' is a file; give the folder that it lies in, or a .gguf file\n"
 
 

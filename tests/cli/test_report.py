@@ -95,6 +95,18 @@ def devices_of(spec: ModelSpec) -> list[str]:
     return [line.removeprefix(f"GPU {device}     ") for device, line in enumerate(said)]
 
 
+def test_one_of_a_kind_is_no_plural() -> None:
+    def said(plan: Plan, lengths: tuple[int, ...]) -> list[str]:
+        planned = WorkloadPlan(tiny_spec(1), plan, Workload(lengths, 3), Site())
+        return PlanReport("tiny", False, plan, planned, MemoryLimits(), None).lines()
+
+    alone, several = said(Plan(1, 1), (1,)), said(Plan(2, 2), (1, 4))
+    assert {"prompts   1 of 1 token, 3 to generate for each", "block     1 row x 1 batch; 1 block to run"} <= {*alone}
+    assert {"prompts   2 of up to 4 tokens, 3 to generate for each", "block     2 rows x 2 batches; 1 block to run"} <= {
+        *several
+    }
+
+
 def test_columns_of_a_table_stand_below_each_other() -> None:
     lines = table([["a", "long head", "b"], ["longer", "x", "y"]])
     assert [line.index(word) for line, word in zip(lines, ("b", "y"))] == [19, 19]

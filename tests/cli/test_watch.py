@@ -78,11 +78,11 @@ def test_threads_that_share_work_out_need_not_be_fewer_in_a_crowd(
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(2)
     try:
-        say_threads(Busy(), None, Arithmetic(PLAN, "float32", None))  # type: ignore[arg-type]
+        told = say_threads(Busy(), None, Arithmetic(PLAN, "float32", None))  # type: ignore[arg-type]
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(had)
-    assert ("slow: 2 threads compute on 2 cores" in capsys.readouterr().err) is shares
+    assert ("slow: 2 threads compute on 2 cores" in capsys.readouterr().err) is shares is told
 
 
 def test_a_run_looks_for_a_crowd_at_the_end_of_each_visit(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +92,10 @@ def test_a_run_looks_for_a_crowd_at_the_end_of_each_visit(spec: ModelSpec, monke
     for task in visits:
         watch.visit(task, tokens=0)
     assert len(looks) == 3
+    told = (
+        RunWatch(planned(spec), Progress(0, "run", io.StringIO()), is_crowded)._crowd._is_told for is_crowded in (True, False)
+    )
+    assert [*told] == [True, False], "what was said before is not said again"
 
 
 @pytest.mark.parametrize("visits", [0, 1, 10])

@@ -67,9 +67,9 @@ def test_threads_that_others_leave_no_cores_for_are_too_many() -> None:
         "stop them, start them with `nice`, or give --threads 1"
     )
     assert crowding(4.0, 1, 4, had=0.5) == (
-        "1 thread computes on 4 cores, and other processes keep 4.0 of them busy, which leaves 0.5 to this one; "
+        "1 thread computes on 4 cores, and other processes keep 3.5 of them busy, which leaves 0.5 to this one; "
         "stop them, or start them with `nice`"
-    )
+    ), "all together have no more than the cores that there are"
 
 
 def test_a_container_may_have_less_than_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,8 @@ def test_what_is_no_input_is_refused(tmp_path: Path) -> None:
     assert "is empty; write a request per line" in one_line(lambda: checked(tmp_path, "", " "))
     said = one_line(lambda: checked(tmp_path, {"prompt": "x"}, name="in.json"))
     assert said.endswith("has JSON in its first line, but not .jsonl in its name, which texts lack; rename it")
+    said = one_line(lambda: checked(tmp_path, "{", '  "prompt": "x"', "}", name="in.json"))
+    assert "in.json is called .json, and its lines are no requests; give a request of JSON per line" in said
     assert checked(tmp_path, "{braces are text}", name="in.txt").num_refused == 0
 
 

@@ -925,6 +925,13 @@ def test_where_nothing_fits_the_tier_that_is_too_small_is_to_be_larger(tier: str
         request.refuse_what_does_not_fit(limits)
 
 
+def test_too_small_a_disk_is_named_by_its_folder() -> None:
+    request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
+    limits = MemoryLimits(disk=request.footprint.total(DISK) - 1, folder=Path("/data/of me"))
+    with pytest.raises(ValueError, match=r"on disk .*, /data/of me has room for .*; would fit: .* or an offload_dir with more"):
+        request.refuse_what_does_not_fit(limits)
+
+
 def test_the_exact_need_fits_and_a_byte_less_does_not() -> None:
     request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
     need = request.footprint.total(HOST)

@@ -70,6 +70,11 @@ def test_the_text_timeline_shows_labels_scale_and_shares() -> None:
     assert compute == "compute |" + " " * 8 + "3.0-----" + "33" + "  " + "12.0".ljust(20, "-") + "|  75% busy"
 
 
+def test_a_time_of_the_scale_that_would_run_into_the_last_one_is_left_out() -> None:
+    scale = Trace((span(Op.COMPUTE, "compute", 0.0, 1.172),)).text_timeline(110).splitlines()[0]
+    assert scale.split("|")[1].split() == ["0s", "0.213s", "0.426s", "0.639s", "0.852s", "1.172s"]
+
+
 def test_with_names_the_text_timeline_says_what_layers_are_where_there_is_room_and_marks_experts() -> None:
     _, read, compute, legend = TWO_STEPS.text_timeline(100, NAMES).splitlines()
     assert read.startswith("read    |" + "W3.0".ljust(20, "-") + "K3.1------"), "its name is a letter too long"

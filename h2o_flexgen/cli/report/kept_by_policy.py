@@ -20,6 +20,7 @@ from h2o_flexgen.cli.calibrate_request import PROGRAM
 from h2o_flexgen.cli.output_files import OUTPUT
 from h2o_flexgen.cli.report import Entry, entry
 from h2o_flexgen.core.files import NotADocument, parse_json, read_document_text
+from h2o_flexgen.core.option import options_of
 from h2o_flexgen.core.site import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.kernel_table import EXACT
@@ -28,13 +29,14 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets, why_unmeasured
-from h2o_flexgen.policies.kv_options import DEFAULT_KEPT
+from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import ALL, attended
 from h2o_flexgen.session.open_request import heads_of_another, with_known_heads
 
 Counted = tuple[Occupancy, int]  # how often there is such a one
+TYPED = options_of(KVOptions)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class KeptByPolicy:
         return advice if other is None else f"{other.file} is of a model of another shape, {other.model}; {advice}"
 
     def _line(self) -> str:
-        asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
+        asked = " ".join(word for name, value in self._asked.items() for word in TYPED[name].written(value))
         named = f"{self.policy.name} ({asked})" if asked else self.policy.name
         if not self.evicts:
             return f"{named} keeps all {_range(*self._held_range)} tokens of a row{self._recalled}"

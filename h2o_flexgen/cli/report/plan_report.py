@@ -13,7 +13,7 @@ from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.buffer_layout import hidden_bytes
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
-from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.units import counted, format_bytes
 from h2o_flexgen.engine.resources import Packing
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.formats.kernel_table import Processor
@@ -138,16 +138,18 @@ class PlanReport:
         """What there is to do, and in which blocks."""
         plan, workload = self.planned.plan, self.planned.workload
         is_running = workload.gen_lens is not None
-        many = "" if self.arriving else f"{workload.num_prompts} "
-        prompts = f"{many}of up to {max(workload.prompt_lens)} tokens"
+        length = counted(max(workload.prompt_lens), "token")
+        many = f"of up to {length}" if self.arriving else f"{workload.num_prompts} of up to {length}"
+        prompts = f"1 of {length}" if not self.arriving and workload.num_prompts == 1 else many
         generated = f"{'up to ' if is_running else ''}{workload.gen_len} to generate for each"
         yield entry("prompts", f"{prompts}, {generated}", num_prompts=workload.num_prompts)
         if not is_running:
-            blocks = "1 block" if (number := len(self.planned.blocks)) == 1 else f"{number} blocks"
-            yield entry("block", f"{plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks} to run")
+            batches = f"{counted(plan.gpu_batch_size, 'row')} x {counted(plan.num_gpu_batches, 'batch')}"
+            yield entry("block", f"{batches}; {counted(len(self.planned.blocks), 'block')} to run")
             return
         sizes = [batch.size for batch in self.first.block.batches]
-        yield entry("block", f"{max(sizes)} seats x {len(sizes)} batches, in which rows come and go")
+        batches = f"{counted(max(sizes), 'seat')} x {counted(len(sizes), 'batch')}"
+        yield entry("block", f"{batches}, in which rows come and go")
         if room := workload.prefix_room:
             states = f", of which the states of each take {own}" if (own := workload.prefix_states) else ""
             yield entry("prefixes", f"room for {room} tokens of what requests begin with alike{states}, {plan.prefix_policy}")
