@@ -23,10 +23,10 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.engine.scoring import way_of
 from h2o_flexgen.engine.stores import kv_pages
-from h2o_flexgen.engine.stores.kv_pages import Brought, KVPages, TokensRead
+from h2o_flexgen.engine.stores.kv_pages import Brought, KVPages
 from h2o_flexgen.formats.kernel_table import INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
-from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
+from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex, SlotsRead
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.planning.cost import Cost
@@ -243,7 +243,7 @@ def test_what_steps_have_read_is_there_for_later_ones(checkpoints: Checkpoints, 
         chosen = max(20, ceil(0.18 * layout.slots))
         # A step's own token is not on disk, and all heads choose the first and the newest.
         wanted = chosen - 1 + (layout.heads - 1) * (chosen - 20) / 3
-        of_row = min(layout.slots - 1, ceil(2 * wanted))
+        of_row = min(layout.slots, ceil(2 * wanted) + 1)
         promised += layers * region_bytes(2 * of_row * (layout.row_bytes + 8))
     assert made.footprint.parts[HOST]["KV read before"] == promised
 
@@ -286,9 +286,9 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         moved["write"] += source.nbytes
         written(tier, region, start, source)
 
-    def gather(tier: DiskTier, region: DiskRegion, wanted: TokensOnDisk, image: np.ndarray) -> None:
+    def gather(tier: DiskTier, region: DiskRegion, wanted: TokensOnDisk, image: np.ndarray, *given: np.ndarray) -> None:
         moved["read"] += len(wanted.groups) * wanted.group_bytes
-        gathered(tier, region, wanted, image)
+        gathered(tier, region, wanted, image, *given)
 
     def read(tier: DiskTier, region: DiskRegion, start: int, out: torch.Tensor) -> None:
         moved["write"] += out.nbytes  # what is written beside
@@ -458,12 +458,19 @@ def fetched_before_it_is_chosen() -> Iterator[None]:
 
 @contextmanager
 def what_lies_beside_is_taken_for_what_was_read() -> Iterator[None]:
-    made = TokensRead._take_row
+    made = KVPages._read_in_place
 
-    def taken(before: TokensRead, image: np.ndarray, *given: Any) -> None:
-        made(before, np.roll(image, 1, 3), *given)
+    def beside(pages: KVPages, tokens: torch.Tensor, *given: Any) -> SlotsRead:
+        read = made(pages, tokens, *given)
+        return read._replace(entries=(read.entries + 1) % tokens.shape[3])
 
-    with patch.object(TokensRead, "_take_row", taken):
+    with patch.object(KVPages, "_read_in_place", beside):
+        yield
+
+
+@contextmanager
+def newest_tokens_are_not_with_those_that_were_read() -> Iterator[None]:
+    with patch.object(SlotsRead, "put_newest", lambda *_: None):
         yield
 
 
@@ -509,6 +516,7 @@ GROWN = replace(TOGETHER, lengths=LENGTHS, gen_len=26, policy=HALF)  # until new
         (index_one_token_behind, GROWN),
         (newest_tokens_are_not_written, TOGETHER),
         (what_lies_beside_is_taken_for_what_was_read, replace(TOGETHER, policy=REUSING)),
+        (newest_tokens_are_not_with_those_that_were_read, replace(TOGETHER, policy=REUSING)),
         (what_the_newest_take_over_is_not_written, SOME_ON_DISK),
         (what_lies_beside_is_lost, SOME_ON_DISK),
     ],

@@ -323,7 +323,11 @@ class KVLayout:
 
     def reused_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens of each row that stay in memory between the steps that read them, and of their numbers."""
-        return self.rows * tokens * (self.row_bytes + READ_NUMBER_BYTES)
+        return self.reused_start(tokens) + self.rows * tokens * READ_NUMBER_BYTES
+
+    def reused_start(self, tokens: int) -> int:
+        """The place of these numbers, behind the tokens."""
+        return aligned(self.rows * tokens * self.row_bytes, READ_NUMBER_BYTES)
 
     def of_rows(self, rows: int) -> KVLayout:
         """The layout of only this many rows: those that are left, or those of a part."""

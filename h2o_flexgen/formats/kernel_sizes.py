@@ -40,6 +40,7 @@ class Numbers(NamedTuple):
     shared_keys: int
     state_keys: int
     convolved: int
+    queued_reads: int
     shared_queries: int
 
 

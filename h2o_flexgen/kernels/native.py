@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,6 +195,14 @@ def start_team(threads: int) -> None:
     """Starts the team's threads while there is room for them. Where there is room for fewer, fewer compute."""
     if processor(CPU).build != TORCH:
         native_library().start_team(ctypes.c_int(threads))
+
+
+def open_read_queue() -> tuple[int, Callable[[], object]]:
+    """A queue of the system for reads, and what closes it. It is 0 where there is none."""
+    queue = ctypes.c_int64()
+    if processor(CPU).build == TORCH or not native_library().open_read_queue(ctypes.byref(queue)):
+        return 0, int
+    return queue.value, partial(native_library().close_read_queue, ctypes.byref(queue))
 
 
 def pointer(tensor: Tensor, writes: bool = False) -> int:

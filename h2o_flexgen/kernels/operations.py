@@ -83,7 +83,7 @@ from h2o_flexgen.kernels.functions import COUNTED, SEVERAL, Function, function_o
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.pick_tokens import Draw, PickedTokens, ScoreChanges, TokenMasks, Upload
-from h2o_flexgen.kernels.read_tokens import TokenReads
+from h2o_flexgen.kernels.read_tokens import ReadQueue, TokenReads
 from h2o_flexgen.kernels.recording import CannotBeRecorded
 from h2o_flexgen.kernels.routing import Chosen, GatheredRows, RouterRule, RouterScores
 from h2o_flexgen.kernels.row_functions import (
@@ -436,10 +436,11 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
 
 
-def read_tokens(wanted: TokenReads, buffer: Tensor) -> None:
-    """Reads tokens that lie apart in a file to their places in an image, until none is left. Several threads may call it for
-    the same reads, each with a buffer of its own."""
-    _required(READ_TOKENS, PLAIN, buffer)(wanted, buffer)
+def read_tokens(wanted: TokenReads, buffer: Tensor, at_once: int, queue: ReadQueue | None = None) -> None:
+    """Reads tokens that lie apart in a file to their places in an image, until none is left. Page groups that lie side by side
+    are read `at_once`. Several threads may call it for the same reads, each with a buffer of its own; or one, with a queue and
+    a buffer for all that is under way in it."""
+    _required(READ_TOKENS, PLAIN, buffer)(wanted, buffer, at_once, queue)
 
 
 # -- rows by their numbers -----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#define KERNELS_VERSION 44    /* raised when a function's arguments change: a library built from older sources is not called */
+#define KERNELS_VERSION 45    /* raised when a function's arguments change: a library built from older sources is not called */
 #define STEP_HEAD_VALUES 1024 /* most values of a head in a slot, in attention of a step */
 #define REGISTER_VALUES 16    /* float32 values of the widest register */
 #define PROMPT_KEYS 256       /* keys of a prompt are filled up to a multiple of this: whole tiles on every processor */
@@ -17,4 +17,5 @@
 #define SHARED_KEYS 256       /* keys of a shared text that all queries pass before the next ones come */
 #define STATE_KEYS 256        /* most values of a key under which a state of a row is read and written */
 #define CONVOLVED 8           /* most inputs of a channel that a short convolution adds up */
+#define QUEUED_READS 128      /* of single tokens from a disk, under way at once */
 #define SHARED_QUERIES 480    /* queries that pass the pieces of a shared text together: their sums stay in a near cache */

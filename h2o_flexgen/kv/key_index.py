@@ -10,7 +10,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.chosen_slots import Always, by_slot, move_newest, put_newest
@@ -26,6 +28,27 @@ ALWAYS = Always(FIRST, RECENT)
 OUT_OF_ORDER = Always(FIRST, NEWEST)
 
 
+class SlotsRead(NamedTuple):
+    """AttendedSlots slots that are in memory by themselves, where what steps have read stays. They are attended there, in the order of
+    the slots."""
+
+    tokens: Tensor  # (sets, rows, kv_heads, entries, width); rows have the entries together
+    entries: Tensor  # (rows, kv_heads, most): of the chosen slots
+    newest: Tensor  # (rows,): of the newest tokens
+
+    def put_newest(self, now: KVStep, keys: Tensor, values: Tensor) -> None:
+        """Copies the newest tokens from an image, (rows, kv_heads, slots, width) of each set."""
+        for own, there in zip((keys, values), self.tokens):  # keys alone may have the values in them
+            there[0, :, self.newest] = own[torch.arange(len(self.newest)), :, now.counts].transpose(0, 1)
+
+
+class AttendedSlots(NamedTuple):
+    """The slots that a decode step attends, (rows, kv_heads, most), and where they are if not in the image."""
+
+    slots: Tensor
+    read: SlotsRead | None = None
+
+
 @dataclass
 class ChosenSlots:
     """The slots that a decode step has chosen before it attends, for as long as they are on their way from a disk, and those
@@ -33,16 +56,17 @@ class ChosenSlots:
 
     now: KVStep | None = None
     slots: Tensor | None = None  # (rows, kv_heads, most)
+    read: SlotsRead | None = None
     is_needed: bool = False  # the other slots are not there
     changed: Tensor | None = None  # (rows, kv_heads): where the newest tokens of the last step are, under a policy that evicts
 
-    def taken(self, now: KVStep) -> Tensor | None:
+    def taken(self, now: KVStep) -> AttendedSlots | None:
         """The slots of this step, if they are chosen; they are forgotten here."""
-        if self.now is not now:
+        if self.now is not now or self.slots is None:
             assert not self.is_needed, "what was not chosen before is not there"
             return None
-        slots, self.now, self.slots = self.slots, None, None
-        return slots
+        chosen, self.now, self.slots, self.read = AttendedSlots(self.slots, self.read), None, None, None
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -102,13 +126,19 @@ class KeyIndex:
         more: More | None,
         gathers: str | None,
         cap: float | None,
-        chosen: Tensor | None = None,
+        chosen: AttendedSlots | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention over the slots that a step chooses, or has chosen, and what every slot got, as `decode_attention` has both:
         those that are not chosen get nothing."""
-        slots = self.choose(now, q, keys, more, cap) if chosen is None else chosen
-        out, got = chosen_attention(q, keys, values, slots, now.attended, more, gathers, cap)
-        return out, None if got is None else by_slot(got, slots, keys.data.shape[2])
+        slots, read = (self.choose(now, q, keys, more, cap), None) if chosen is None else chosen
+        places, count = slots, keys.data.shape[2]
+        if read is not None:
+            read.put_newest(now, keys.data, values.data)
+            own = keys._replace(data=read.tokens[0])
+            keys, values = own, own if values is keys else values._replace(data=read.tokens[-1])
+            places = read.entries
+        out, got = chosen_attention(q, keys, values, places, now.attended, more, gathers, cap)
+        return out, None if got is None else by_slot(got, slots, count)
 
     def _with_newest(self, now: KVStep, keys: Tensor, codes: Tensor) -> Tensor:
         newest = keys.new_empty(*keys.shape[:2], 1, keys.shape[3])

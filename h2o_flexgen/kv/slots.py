@@ -85,6 +85,15 @@ class Coding:
         return values
 
 
+def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, by_token: bool) -> Tensor:
+    """A view (sets, rows, kv_heads, slots, width) of the bytes of a region; `shape` is (rows, kv_heads, slots)."""
+    rows, heads, slots = shape
+    values = region[: coding.sets * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
+    if by_token:
+        return values.view(slots, coding.sets, rows, heads, coding.width).permute(1, 2, 3, 0, 4)
+    return values.view(coding.sets, rows, heads, slots, coding.width)
+
+
 NO_TOKEN = -1  # position of a slot that was never filled
 
 

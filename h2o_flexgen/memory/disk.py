@@ -38,9 +38,10 @@ from h2o_flexgen.core.buffer_layout import (
     gather_buffer_bytes,
 )
 from h2o_flexgen.core.files import Check
+from h2o_flexgen.formats.kernel_sizes import shared
 from h2o_flexgen.kernels.operations import read_tokens
 from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
-from h2o_flexgen.kernels.read_tokens import ENDED, TokenReads
+from h2o_flexgen.kernels.read_tokens import ENDED, ReadQueue, TokenReads
 from h2o_flexgen.memory.host import Meter
 from h2o_flexgen.memory.threads import SharedWork, started_pool
 
@@ -148,7 +149,9 @@ class DiskFiles:
         self._open: dict[Path, int] = {}
         finalize(self, _close_all, self._open).atexit = False  # a process that ends closes them by itself
         self._buffers = threading.local()
-        self._gatherers: ThreadPoolExecutor | None = None  # started where single tokens are read
+        self._queue: ReadQueue | None = None  # made where single tokens are read
+        self._turn = threading.Lock()  # of those that read through it
+        self._gatherers: ThreadPoolExecutor | None = None  # started in its place
 
     def __enter__(self) -> DiskFiles:
         return self
@@ -159,6 +162,8 @@ class DiskFiles:
     def close(self) -> None:
         for pool in filter(None, (self._pool, self._gatherers)):
             pool.shutdown(wait=True, cancel_futures=True)
+        if self._queue is not None:
+            self._queue.close()
         with self._lock:
             _close_all(self._open)
 
@@ -180,25 +185,34 @@ class DiskFiles:
         work.do()
         work.finish()
 
-    def start_gathering(self) -> None:
-        """Starts the threads that read single tokens, while there is memory for them."""
-        if self._gatherers is None:
+    def start_gathering(self, file: int) -> None:
+        """Makes ready to read single tokens of a file, while there is memory for it: with a queue of reads, where the system
+        has that and the file is read past the page cache, or else with threads."""
+        if self._queue is None and passes_page_cache(file):
+            self._queue = ReadQueue.opened()
+        if self._queue is None and self._gatherers is None:
             self._gatherers = started_pool(GATHERERS, "gather")
 
     def gather(self, wanted: TokenReads) -> None:
         """Reads single tokens from a file to their places."""
+        if not len(wanted.groups):
+            return
+        room, most = gather_buffer_bytes(wanted.group_bytes), shared().queued_reads
+        if self._queue is not None:
+            at_once = max(1, GATHERERS * room // (most * wanted.group_bytes))
+            with self._turn:
+                read_tokens(wanted, self._gather_buffer(GATHERERS * room), at_once, self._queue)
+            return
         assert self._gatherers is not None
-        count, room = len(wanted.groups), gather_buffer_bytes(wanted.group_bytes)
-        at_once = min(room // wanted.group_bytes, max(1, -(-count // GATHERERS)))  # of few, each thread has its part
-        workers, used = min(GATHERERS, -(-count // at_once)), at_once * wanted.group_bytes
-        work = SharedWork(lambda _: read_tokens(wanted, self._gather_buffer(room)[:used]), range(workers))
+        at_once = min(room // wanted.group_bytes, -(-len(wanted.groups) // GATHERERS))  # of few, each thread has its part
+        workers = min(GATHERERS, -(-len(wanted.groups) // at_once))
+        work = SharedWork(lambda _: read_tokens(wanted, self._gather_buffer(room), at_once), range(workers))
         for _ in range(workers):
             self._gatherers.submit(work.do)
-        if workers:
-            work.finish()
+        work.finish()
 
     def _gather_buffer(self, nbytes: int) -> Tensor:
-        """Aligned memory of the calling thread, which does nothing but gather."""
+        """Aligned memory of the calling thread to gather into."""
         pages: mmap.mmap | None = getattr(self._buffers, "gathered", None)
         if pages is None or len(pages) < nbytes:
             pages = self._buffers.gathered = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -326,6 +340,11 @@ def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file:
         through_page_cache(descriptor)
 
 
+def passes_page_cache(descriptor: int) -> bool:
+    """Whether a file is read and written past the page cache."""
+    return hasattr(os, "O_DIRECT") and bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 def through_page_cache(descriptor: int) -> None:
     """Switches a descriptor to the page cache, which takes any offset and size."""
     if hasattr(os, "O_DIRECT"):
@@ -447,13 +466,21 @@ class DiskTier:
         except OSError as error:
             raise self._failure(error, source.nbytes) from error
 
-    def gather(self, region: DiskRegion, wanted: TokensOnDisk, image: numpy.ndarray) -> None:
-        """Reads single tokens of a region to their places in an image (sets, rows, heads, slots, width)."""
+    def start_gathering(self) -> None:
+        """Makes ready to read single tokens of its regions, of which there is one at least."""
+        assert self._descriptor is not None
+        self.files.start_gathering(self._descriptor)
+
+    def gather(
+        self, region: DiskRegion, wanted: TokensOnDisk, image: numpy.ndarray, entries: numpy.ndarray | None = None
+    ) -> None:
+        """Reads single tokens of a region to their places in an image (sets, rows, heads, slots, width). `entries`: the slot of
+        the image for each token of a row, or less than 0; (rows, tokens), int32."""
         assert self._descriptor is not None
         groups = wanted.groups.copy()
         groups[:, 1] += region.offset
         progress, sizes = numpy.zeros(2, numpy.int64), (wanted.group_bytes, wanted.group_tokens)
-        self.files.gather(TokenReads(self._descriptor, ALIGNMENT, groups, wanted.held, *sizes, image, progress))
+        self.files.gather(TokenReads(self._descriptor, ALIGNMENT, groups, wanted.held, *sizes, image, progress, entries))
         if failed := int(progress[1]):
             what = "ended too early" if failed == ENDED else os.strerror(failed)
             raise OSError(

@@ -47,8 +47,8 @@ class Choosing(NamedTuple):
 
     @property
     def _always_brought(self) -> int:
-        """Those of them that every step brings: all, or the one that the step before has made."""
-        return 1 if self.reuses else self._always
+        """Those of them that every step brings: all or none."""
+        return 0 if self.reuses else self._always
 
     def most_brought(self, held: int) -> int:
         """The tokens that a step brings at most, which holds so many with its own. Heads may choose alike."""
@@ -62,7 +62,7 @@ class Choosing(NamedTuple):
         wanted = self._usually_wanted(held)
         if not self.reuses:
             return wanted
-        return min(float(self.most_brought(held)), 1 + (1 - REPEATED) * max(0.0, wanted - self._always))
+        return (1 - REPEATED) * max(0.0, wanted - self._always)
 
     def _usually_wanted(self, held: int) -> float:
         """The tokens that any head is expected to choose. Each further head adds a part of what it chooses: of SmolLM2's three
@@ -74,8 +74,8 @@ class Choosing(NamedTuple):
         return float(min(self.most_brought(held), chosen + UNLIKE * (self.heads - 1) * own))
 
     def kept(self, held: int) -> int:
-        """The tokens for which there is room in memory, where what steps have read stays there."""
-        return min(held - 1, ceil(ROOM * self._usually_wanted(held)))
+        """The tokens for which there is room in memory, where what steps have read stays there, with a step's own."""
+        return min(held, ceil(ROOM * self._usually_wanted(held)) + 1)
 
     def page_groups_brought(self, held: int, tokens: int) -> float:
         """The page groups of so many tokens that a step is expected to bring: one comes whole if any of its tokens is chosen.
@@ -86,7 +86,9 @@ class Choosing(NamedTuple):
         chosen = (self.usually_brought(held) - always) / (on_disk - always)
         newest = (self._newest + tokens - 1) / tokens if self._newest else 0  # they begin anywhere in one
         at_ends = ceil(FIRST / tokens) + newest
-        at_ends = min(groups, 1 if self.reuses else at_ends)
+        if self.reuses:
+            at_ends = (tokens - 1) / tokens  # the one that goes on with the step's own token, if there is one
+        at_ends = min(groups, at_ends)
         return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
 
 

@@ -13,12 +13,11 @@ import torch
 
 from h2o_flexgen.core.buffer_layout import VIEW_ALIGNMENT
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.engine.stores.kv import image_over
 from h2o_flexgen.formats.kernel_sizes import shared
 from h2o_flexgen.formats.table import PLAIN, ROW_FORMATS
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.key_index import KeyIndex
-from h2o_flexgen.kv.slots import Coding, SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores, image_over
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import HostTier

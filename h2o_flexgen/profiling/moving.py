@@ -159,7 +159,7 @@ class DiskTrial:
         assert self._region is not None
         pages = range(self._chunks * self._chunk // ALIGNMENT)
         starts = [page * ALIGNMENT for page in Random(0).choices(pages, k=PAGES)]
-        self._files.start_gathering()
+        self._disk.start_gathering()
         write = partial(self._files.each, self._write_page)
         ways: dict[str, Callable[[Sequence[int]], object]] = {SMALL_READS: self._gather, SMALL_WRITES: write}
         return {name: self._pages_per_s(move, starts, seconds) for name, move in ways.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -217,12 +218,13 @@ def test_heads_that_hold_other_tokens_bring_what_any_of_them_draws() -> None:
 def test_of_what_steps_want_a_sixth_comes_where_what_was_read_stays() -> None:
     every, others = Choosing(0.1, 3), Choosing(0.1, 3, reuses=True)
     always = FIRST + RECENT - 1
-    assert others.usually_brought(2001) == pytest.approx(1 + (every.usually_brought(2001) - always) / 6)
+    assert others.usually_brought(2001) == pytest.approx((every.usually_brought(2001) - always) / 6)
     assert others.most_brought(2001) == every.most_brought(2001), "the first step has nothing"
     assert others.page_groups_brought(2001, 1) == pytest.approx(others.usually_brought(2001))
     assert 0.1 < others.page_groups_brought(2001, 8) / every.page_groups_brought(2001, 8) < 0.5
-    assert [others.page_groups_brought(*asked) for asked in ((1, 8), (2, 8))] == [0, 1]
-    assert [others.usually_brought(held) for held in (1, 2)] == [0, 1], "the step's own token is not on disk"
+    assert [others.page_groups_brought(*asked) for asked in ((1, 8), (2, 8), (2, 1))] == [0, 7 / 8, 0]
+    assert [others.usually_brought(held) for held in (1, 2)] == [0, 0], "newest tokens are where steps have made them"
+    assert others.kept(2001) == ceil(2 * every.usually_brought(2001)) + 1 and others.kept(12) == 12
 
 
 def test_one_page_group_comes_at_least_and_all_at_most() -> None:

@@ -34,7 +34,7 @@ from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex
-from h2o_flexgen.kv.slots import Coding, SlotScores
+from h2o_flexgen.kv.slots import Coding, SlotScores, image_over
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
@@ -136,7 +136,7 @@ class KVStore:
                 self._on_disk[place] = memories.disk.alloc(layout.disk_bytes)
                 held.callback(memories.disk.free, self._on_disk[place])
                 if layout.in_pages:
-                    memories.files.start_gathering()
+                    memories.disk.start_gathering()
                     self._pages[place] = KVPages(self._on_disk[place], layout, memories.disk, self._tokens_read(held, layout))
             else:
                 memory = memories.host if tier == HOST else memories.compute
@@ -154,7 +154,7 @@ class KVStore:
             return None
         region = self._memories.host.alloc(layout.reused_bytes(most))
         held.callback(self._memories.host.free, region)
-        return TokensRead(region, layout, most, self._memories.disk)
+        return TokensRead(region, layout, most, self._coding)
 
     def _index(self, region: Tensor | None, layout: KVLayout) -> KeyIndex:
         """An index behind what the policy notes of slots."""
@@ -463,12 +463,3 @@ class KVStore:
         raw = numpy_of(scratch.view(self._coding.kept_dtype)).reshape(slots, -1)[:, : prod(shape[1:])]
         image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
         return image
-
-
-def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, by_token: bool) -> Tensor:
-    """A view (sets, rows, kv_heads, slots, width) of the bytes of a region; `shape` is (rows, kv_heads, slots)."""
-    rows, heads, slots = shape
-    values = region[: coding.sets * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
-    if by_token:
-        return values.view(slots, coding.sets, rows, heads, coding.width).permute(1, 2, 3, 0, 4)
-    return values.view(coding.sets, rows, heads, slots, coding.width)

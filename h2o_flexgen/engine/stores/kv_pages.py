@@ -3,11 +3,11 @@
 Rows lie one after another there, each token with the values of all its heads side by side, in page groups (`KVLayout`). Rows
 keep their places on disk for as long as they live: those that move up in memory take the number of their place along. A page
 group is read and written whole. Where all tokens stay, the newest ones of a row are among those that every step reads, so the
-page group that the next token belongs to is in memory when it is written. Where what was read stays in memory (`TokensRead`),
-tokens come from there one by one, without their page group. The one that the last step made is never there yet. So its page
-group is always read from disk, and the next token's is whole. Whatever puts a token there earlier must see to that.
-Where tokens go, each head has its newest one in the slot of another. The page groups with these slots are read before they are
-written.
+page group that the next token belongs to is in memory when it is written. Where tokens go, each head has its newest one in the
+slot of another. The page groups with these slots are read before they are written.
+
+Where what was read stays in memory (`TokensRead`), steps attend it there, and nothing is copied. Tokens lie there one by one,
+without their page group. So where a page group has several, that of the newest token is read for itself before it is written.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import READ_NUMBER_BYTES, KVLayout
+from h2o_flexgen.core.buffer_layout import KVLayout
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.kernels.raw_memory import numpy_of
-from h2o_flexgen.kv.key_index import ChosenSlots
+from h2o_flexgen.kv.key_index import ChosenSlots, SlotsRead
+from h2o_flexgen.kv.slots import Coding, image_over
 from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.policies.policy import KVPolicy
 
@@ -33,63 +34,76 @@ NOWHERE = -1  # instead of the number of a slot
 NEVER_WANTED = 2**31 - 1  # more steps than any row has
 
 
+class Found(NamedTuple):
+    """Places of tokens in memory, and which of them are to be read. (rows, slots)"""
+
+    entries: numpy.ndarray  # int32: their numbers there, or NOWHERE
+    left: numpy.ndarray
+
+
 class Brought(NamedTuple):
     moved: int  # bytes
     spared: int  # bytes that would have come as well if no two heads had chosen alike, and nothing had been in memory
 
 
 class TokensRead:
-    """The tokens of each row that steps have read, in memory: the next one reads only others. What was not wanted for longest
-    makes room. Rows are known by their places on disk."""
+    """The tokens of each row that steps have read, in memory: the next one reads only others, and attends all of them here.
+    What was not wanted for longest makes room. Rows are known by their places on disk."""
 
-    def __init__(self, region: Tensor, layout: KVLayout, most: int, disk: DiskTier) -> None:
-        """`region`: room for so many tokens of each row."""
-        self._disk, self._most, middle = disk, most, layout.rows * most * READ_NUMBER_BYTES
-        numbers = numpy_of(region[:middle].view(torch.int32), writes=True).reshape(2, layout.rows, most)
-        self._slots, self._idle = numbers  # steps in which it was not wanted
-        values = region[middle : layout.reused_bytes(most)]
-        self._values = numpy_of(values, writes=True).reshape(layout.rows, most * layout.row_bytes)
+    def __init__(self, region: Tensor, layout: KVLayout, most: int, coding: Coding) -> None:
+        """`region`: room for so many tokens of each row. A token lies there as on disk, with all its heads side by side."""
+        self._most = most
+        self._tokens = image_over(region, (1, layout.heads, layout.rows * most), coding, by_token=True)
+        numbers = region[layout.reused_start(most) : layout.reused_bytes(most)].view(torch.int32)
+        self._slots, self._idle = numpy_of(numbers, writes=True).reshape(2, layout.rows, most)  # steps that did not want it
+        self._newest = numpy.full(layout.rows, NOWHERE)  # the slot of each row's own token, for which a step has made room
         self.forget()
 
     def forget(self, place: int | slice = slice(None)) -> None:
         """Forgets the tokens of a row, or of all."""
-        self._slots[place], self._idle[place] = NOWHERE, NEVER_WANTED
+        self._slots[place], self._idle[place], self._newest[place] = NOWHERE, NEVER_WANTED, NOWHERE
 
-    def bring(self, image: numpy.ndarray, wanted: numpy.ndarray, places: Sequence[int]) -> numpy.ndarray:
-        """Copies those of the wanted tokens (rows, slots) that are here to an image. Returns the others."""
-        left: numpy.ndarray = wanted.copy()
-        self._disk.files.each(lambda row: self._bring_row(image, row, places[row], left[row]), range(len(left)))
-        return left
+    def follow(self, place: int, first: int, end: int) -> None:
+        """Follows what is written of a row: of all but what a step has put here by itself nothing is known."""
+        if not first:
+            self.forget(place)
+        elif first == self._newest[place] and end == first + 1:
+            self._newest[place] = NOWHERE
+        else:
+            is_written = (self._slots[place] >= first) & (self._slots[place] < end)
+            self._slots[place, is_written], self._idle[place, is_written] = NOWHERE, NEVER_WANTED
 
-    def take(self, image: numpy.ndarray, read: numpy.ndarray, places: Sequence[int]) -> None:
-        """Takes the tokens (rows, slots) that were read, in place of those that were not wanted for longest."""
-        self._disk.files.each(lambda row: self._take_row(image, row, places[row], read[row]), range(len(read)))
+    def rows(self, count: int) -> Tensor:
+        """The tokens of all rows as the image of each of so many. (sets, rows, heads, entries, width)"""
+        return self._tokens.expand(-1, count, -1, -1, -1)
 
-    def _bring_row(self, image: numpy.ndarray, row: int, place: int, left: numpy.ndarray) -> None:
+    def find(self, wanted: numpy.ndarray, counts: Sequence[int], places: Sequence[int]) -> Found | None:
+        """Finds the wanted tokens (rows, slots), and makes room for others, and for each row's own. None: there is not so much
+        room."""
+        here = [self._wanted_here(own, count, place) for own, count, place in zip(wanted, counts, places)]
+        needed = [int(own.sum() - there.sum()) + 1 for own, there in zip(wanted, here)]
+        if any(need + there.sum() > self._most for need, there in zip(needed, here)):
+            return None
+        entries, left = numpy.full(wanted.shape, NOWHERE, numpy.int32), wanted.copy()
+        for row, (place, there, need) in enumerate(zip(places, here, needed)):
+            own, idle = self._slots[place], self._idle[place]
+            left[row, own[there]] = False
+            idle += own != NOWHERE
+            idle[there] = 0
+            taken = numpy.sort(idle.argpartition(self._most - need)[self._most - need :])
+            own[taken], idle[taken] = [*left[row].nonzero()[0], counts[row]], 0
+            now = (idle == 0).nonzero()[0]
+            entries[row, own[now]] = place * self._most + now
+            self._newest[place] = counts[row]
+        return Found(entries, left)
+
+    def _wanted_here(self, wanted: numpy.ndarray, count: int, place: int) -> numpy.ndarray:
+        """The wanted ones of a row's tokens here. Behind those that are on disk nothing is known."""
         own = self._slots[place]
-        is_wanted = (own != NOWHERE) & left[own]
-        self._idle[place] += own != NOWHERE
-        self._idle[place, is_wanted] = 0
-        entries = is_wanted.nonzero()[0]
-        slots = own[entries]
-        for there, here in self._by_head(image, row, place):
-            there[slots] = here[entries]
-        left[slots] = False
-
-    def _take_row(self, image: numpy.ndarray, row: int, place: int, read: numpy.ndarray) -> None:
-        own, idle, slots = self._slots[place], self._idle[place], read.nonzero()[0][: self._most]
-        entries = numpy.arange(self._most)
-        if len(slots) < self._most:
-            entries = idle.argpartition(-len(slots) - 1)[self._most - len(slots) :]
-        own[entries], idle[entries] = slots, 0
-        for there, here in self._by_head(image, row, place):
-            here[entries] = there[slots]
-
-    def _by_head(self, image: numpy.ndarray, row: int, place: int) -> Iterator[Pair]:
-        """The slots of each head of a row in an image, and its tokens here. (slots or tokens, width)"""
-        sets, _, heads, _, width = image.shape
-        values = self._values[place].view(image.dtype).reshape(sets, heads, self._most, width)
-        return ((image[own, row, head], values[own, head]) for own, head in product(range(sets), range(heads)))
+        is_known = (own != NOWHERE) & (own < count)
+        own[~is_known], self._idle[place, ~is_known] = NOWHERE, NEVER_WANTED
+        found: numpy.ndarray = is_known & wanted[own]
+        return found
 
 
 class KVPages:
@@ -117,8 +131,8 @@ class KVPages:
     def write(self, image: numpy.ndarray, changed: Sequence[RowRange]) -> int:
         """Writes ranges of an image (sets, rows, heads, slots, width)."""
         if self._before is not None:
-            for begun in (one.row for one in changed if not one.first):
-                self._before.forget(self._places[begun])
+            for row, first, end in changed:
+                self._before.follow(self._places[row], first, end)
         self._disk.files.each(lambda cut: self._write_groups(image, cut), [*self._cuts(changed)])
         return self._nbytes(changed)
 
@@ -200,24 +214,45 @@ class KVPages:
         if choice.now is None or choice.slots is None:
             return Brought(0, 0)
         counts, layout = choice.now.slots.counts, self._layout
-        wanted = _wanted(numpy_of(choice.slots), counts, layout.slots)
-        left = wanted if self._before is None else self._before.bring(image, wanted, self._places)
-        self._disk.gather(self._home, self._on_disk(left, counts), image)
-        if self._before is not None:
-            self._before.take(image, left, self._places)
+        slots = numpy_of(choice.slots)
+        wanted = _wanted(slots, counts, layout.slots)
+        found = None if self._before is None else self._before.find(wanted, counts, self._places)
+        left = wanted if found is None else found.left
+        choice.read = None
+        if self._before is not None and found is not None:
+            choice.read = self._read_in_place(self._before.rows(len(counts)), found, counts, slots)
+            self._disk.gather(self._home, self._behind(counts), image)
+        else:
+            self._disk.gather(self._home, self._on_disk(wanted, counts), image)
         brought = int(left.sum()) * layout.row_bytes
         choosing = policy.choosing(layout.heads)
         most = sum(choosing.most_brought(count + 1) for count in counts) * layout.row_bytes
         return Brought(brought, most - brought)
+
+    def _read_in_place(self, tokens: Tensor, found: Found, counts: Sequence[int], slots: numpy.ndarray) -> SlotsRead:
+        """Reads what is not in memory yet. Says where the chosen slots (rows, kv_heads, most) are."""
+        self._disk.gather(self._home, self._on_disk(found.left, counts), numpy_of(tokens, writes=True), found.entries)
+        rows = numpy.arange(len(counts))
+        entries, newest = found.entries[rows[:, None, None], slots], found.entries[rows, counts]
+        return SlotsRead(tokens, *(torch.from_numpy(each.astype(numpy.int64)) for each in (entries, newest)))
+
+    def _behind(self, counts: Sequence[int]) -> TokensOnDisk:
+        """The page groups that have some of a row's tokens on disk, and go on with its own."""
+        own, tokens = numpy.array(counts), self._layout.page_group_tokens
+        rows = (own % tokens).nonzero()[0]
+        return self._page_groups(rows, own[rows] // tokens, counts)
 
     def _on_disk(self, wanted: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
         """The page groups that have wanted tokens (rows, slots)."""
         layout, (rows, slots) = self._layout, wanted.shape
         filled = numpy.zeros((rows, -(-slots // layout.page_group_tokens) * layout.page_group_tokens), bool)
         filled[:, :slots] = wanted
-        of_row, group = filled.reshape(rows, -1, layout.page_group_tokens).any(-1).nonzero()
-        begins = numpy.array(self._places[:rows], numpy.int64) * layout.disk_row_bytes
-        groups = numpy.stack((of_row, begins[of_row], group), axis=1).astype(numpy.int64)
+        of_row, number = filled.reshape(rows, -1, layout.page_group_tokens).any(-1).nonzero()
+        return self._page_groups(of_row, number, counts)
+
+    def _page_groups(self, rows: numpy.ndarray, numbers: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
+        layout, places = self._layout, numpy.array(self._places, numpy.int64)
+        groups = numpy.stack((rows, places[rows] * layout.disk_row_bytes, numbers), axis=1).astype(numpy.int64)
         return TokensOnDisk(groups, numpy.array(counts, numpy.int64), layout.page_group_bytes, layout.page_group_tokens)
 
 
