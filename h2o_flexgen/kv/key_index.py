@@ -29,7 +29,7 @@ OUT_OF_ORDER = Always(FIRST, NEWEST)
 
 
 class SlotsRead(NamedTuple):
-    """AttendedSlots slots that are in memory by themselves, where what steps have read stays. They are attended there, in the order of
+    """Chosen slots that are in memory by themselves, where what steps have read stays. They are attended there, in the order of
     the slots."""
 
     tokens: Tensor  # (sets, rows, kv_heads, entries, width); rows have the entries together
