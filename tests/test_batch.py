@@ -26,7 +26,7 @@ from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
-from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
+from tests.helpers.planted import CPU_MEM, CROWDED, OVER, SAID, plant_a_crowd, plant_a_peak
 from tests.helpers.signals import as_in_a_terminal
 from tests.helpers.tiny import POSITIONS, save_tiny
 
@@ -208,6 +208,12 @@ def test_a_job_that_held_more_than_its_budget_says_so(command: Any, out: Path, t
     result = command("-i", write(tmp_path / "in.jsonl", requests(2)), "-o", out, *IN_MEMORY, *CPU_MEM)
     assert result.status == 0 and result.json["over_budget_bytes"]["host"] == OVER
     assert [line.startswith(SAID) for line in result.said] == [True]
+
+
+def test_a_crowd_is_said_once_in_a_job(command: Any, out: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    plant_a_crowd(monkeypatch)
+    result = command("-i", write(tmp_path / "in.jsonl", requests(2)), "-o", out, *IN_MEMORY)
+    assert result.status == 0 and result.err.count(CROWDED) == 1
 
 
 # -- what cannot be run ------------------------------------------------------------------------------------------------

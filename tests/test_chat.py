@@ -122,6 +122,15 @@ def test_a_talk_that_held_more_than_its_budget_says_so(talk: Any, monkeypatch: A
     assert [line.startswith(SAID) for line in said] == [True]
 
 
+def test_a_crowd_that_was_told_of_is_not_said_again_in_a_talk(talk: Any, monkeypatch: Any) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(chat_work.Chat, "run", lambda self, turns: seen.append(self.is_crowded))
+    for told in (True, False):
+        monkeypatch.setattr(chat_work, "say_threads", lambda *_, told=told: told)
+        assert talk(["ab"])[0] == 0
+    assert seen == [True, False]
+
+
 def test_a_talk_goes_on_beyond_the_models_length(talk: Any) -> None:
     status, out, _ = talk(["hello you"] * 20, *ROLLING)
     told = json.loads(out[-1])

@@ -35,7 +35,7 @@ from h2o_flexgen.session.plan_finder import WITH_ROOM, PlanFinder
 from tests.checkpoints.test_adapters import matrices_of, save_adapter, values_in
 from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
-from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
+from tests.helpers.planted import CPU_MEM, CROWDED, OVER, SAID, plant_a_crowd, plant_a_peak
 from tests.helpers.probes import made_up_probe
 from tests.helpers.samples import first_of
 from tests.helpers.signals import as_in_a_terminal
@@ -132,6 +132,11 @@ def test_a_run_that_held_more_than_its_budget_says_so(command: Any, opt: Path, m
     assert result.status == 0, "what was computed is right"
     [line] = [line for line in result.err if line.startswith("memory: ")]
     assert line.startswith(SAID) and result.json["over_budget_bytes"] == {"device": 0, "host": OVER, "disk": 0}
+
+
+def test_a_crowd_is_said_once_in_a_run(command: Any, opt: Path, monkeypatch: Any) -> None:
+    plant_a_crowd(monkeypatch)
+    assert command("--model", opt, *SMALL, *IN_MEMORY).err.count(CROWDED) == 1
 
 
 def test_the_peak_of_a_run_is_taken_before_the_machine_is_measured(command: Any, opt: Path, monkeypatch: Any) -> None:

@@ -22,7 +22,7 @@ from openai import OpenAI
 from h2o_flexgen import serve
 from h2o_flexgen.cli import serve_work
 from h2o_flexgen.cli.serve_request import parse, request_of
-from h2o_flexgen.cli.watch import open_llm
+from h2o_flexgen.cli.watch import Crowd, open_llm
 from h2o_flexgen.engine.reports import Tick
 from h2o_flexgen.jobs.line import COMPLETIONS
 from h2o_flexgen.server.counts import ServerCounts
@@ -113,6 +113,16 @@ def test_a_server_that_held_more_than_its_budget_says_so_at_its_end(command: Any
     visitor.has_been_there()
     assert result.status == 0 and result.json["over_budget_bytes"]["host"] == OVER
     assert [line.startswith(SAID) for line in result.said if line.startswith("memory")] == [True]
+
+
+def test_a_crowd_that_was_told_of_is_not_said_again_by_a_server(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(serve_work, "say_threads", lambda *_: True)
+    monkeypatch.setattr(serve_work, "Crowd", lambda note, is_told: seen.append(is_told) or Crowd(note, is_told=is_told))
+    visitor = Visitor(monkeypatch, lambda client: os.kill(os.getpid(), signal.SIGTERM))
+    command("--gather", "0", "--rows", 3)
+    visitor.has_been_there()
+    assert seen == [True]
 
 
 UNSHARED = "prefixes  nothing is shared"

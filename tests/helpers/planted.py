@@ -1,4 +1,4 @@
-"""A peak of host memory that is planted: a process cannot be made to hold what a test wants, and others share it."""
+"""What is planted in a command: a peak of host memory, and a crowd of other processes. No machine can be made to have these."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ def plant_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the process of a command hold nothing when a model is opened, and more than `CPU_MEM` from then on."""
     told = iter((0,))
     monkeypatch.setattr("h2o_flexgen.session.loaded_model.peak_resident_bytes", lambda: next(told, BUDGET + OVER))
+
+
+CROWDED = "slow: a crowd"
+
+
+def plant_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has other processes slow a command at its beginning and at each look."""
+    monkeypatch.setattr("h2o_flexgen.cli.watch.make_room_for_others", lambda *_: None)
+    monkeypatch.setattr("h2o_flexgen.cli.watch.crowding", lambda *_: "a crowd")
+    monkeypatch.setattr("h2o_flexgen.cli.watch.LOOK_SECONDS", 0.0)
