@@ -21,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import KVLayout
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, KVLayout
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.key_index import ChosenSlots, SlotsRead
@@ -52,6 +52,7 @@ class TokensRead:
 
     def __init__(self, region: Tensor, layout: KVLayout, most: int, coding: Coding) -> None:
         """`region`: room for so many tokens of each row. A token lies there as on disk, with all its heads side by side."""
+        region[::ALIGNMENT] = 0  # a read into memory that nothing has touched takes twice as long
         self._most = most
         self._tokens = image_over(region, (1, layout.heads, layout.rows * most), coding, by_token=True)
         numbers = region[layout.reused_start(most) : layout.reused_bytes(most)].view(torch.int32)
