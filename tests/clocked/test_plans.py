@@ -199,6 +199,15 @@ def test_prompts_go_home_part_by_part(values: dict[str, Any], by_twins: Checkpoi
     hold_contract(Case("llama-gqa", lengths=(3, 2, 5, 1, 4), device=NAME, **how, **values), by_twins, offload)
 
 
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1]])
+def test_a_device_has_room_for_two_parts_of_prompts_alone(
+    policy: tuple[tuple[str, Any], ...], by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    """Texts are so long that two parts take more than a page, which is the least that is allocated."""
+    how: Any = {"gpu_batch_size": 4, "prefill_tokens": 40, "attend_on": HOST, "device": NAME, "policy": policy}
+    hold_contract(Case("llama-gqa", (100, 0, 0, 100, 100, 0), (30, 24, 45, 38, 27), 3, **how), by_twins, offload)
+
+
 def test_each_part_on_its_way_is_in_the_trace(by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     """Four parts of a batch: three go while the next one is computed, and the last when all are."""
     how = {"gpu_batch_size": 4, "num_gpu_batches": 1, "prefill_tokens": 1, "attend_on": HOST}

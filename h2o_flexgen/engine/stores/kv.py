@@ -221,7 +221,7 @@ class KVStore:
         if rows.joining is not None:
             self._units[task.layer, task.batch].joined[task.step] = rows.joining
         if task.step:  # the host may still read what this needs, and opens it itself
-            return self._cache(task, region, noted)
+            return self._cache(task, region, noted, self._places[task.layer, task.batch].layout.shape)
         return self._opened(task, rows, region, noted)
 
     def open_beside(self, task: Task, rows: BatchRows) -> KVCache:
@@ -255,9 +255,9 @@ class KVStore:
         """The scores that a device records for the slots of prompts that it reads for the host."""
         if not self._score_ring:
             return None
-        start = self._places[task.layer, task.batch].start_of_notes(part, self._policy.score_bytes)
-        region = self._score_ring[self._buffer(task)][start:]
-        return SlotScores.over(region, self._policy, shape or self._layout(task).shape)
+        places = self._places[task.layer, task.batch]
+        region = self._score_ring[self._buffer(task)][places.start_of_notes(part, self._policy.score_bytes) :]
+        return SlotScores.over(region, self._policy, shape or places.layout.shape)
 
     def _opened(self, task: Task, rows: BatchRows, region: Tensor, scores: SlotScores | None) -> KVCache:
         """The cache over a region, in which living rows fill the places of those that have left."""
@@ -277,12 +277,15 @@ class KVStore:
         unit.rows, unit.held, unit.generation = rows.size, unit.changed[1], rows.generation
         return cache
 
-    def _cache(self, task: Task, region: Tensor, scores: SlotScores | None) -> KVCache:
-        """The cache over a region, with its views of the region: both stay as long as this store."""
+    def _cache(
+        self, task: Task, region: Tensor, scores: SlotScores | None, shape: tuple[int, int, int] | None = None
+    ) -> KVCache:
+        """The cache over a region, with its views of the region: both stay as long as this store. `shape`: of those slots
+        that are there, where some are not."""
         place = id(region), task.layer, task.batch
         if place not in self._caches:
             judge, index = self._judges.get(task.layer), self._indices.get((task.layer, task.batch))
-            image = self._image(region, task)
+            image = self._image(region, task) if shape is None else image_over(region, shape, self._coding, by_token=False)
             self._caches[place] = KVCache(image, scores, self._coding, judge=judge, cap=self._cap, index=index)
             self._caches[place].choice.is_needed = place[1:] in self._pages
         cache = self._caches[place]
