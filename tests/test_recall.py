@@ -321,7 +321,15 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         ({"kind": "bloom"}, "with ALiBi; leave kv_recall out"),
         ({"kind": "falcon-h1"}, "with attention beside a scan; leave kv_recall out"),
         ({"kind": "mistral-near"}, "with a window in every layer; leave kv_recall out"),
-        ({"device": "pretended"}, "with a GPU; compute on the CPU"),
+        ({"device": "pretended", "percent": MIXED}, "with a GPU and KV on disk; keep KV in memory, or leave"),
+        (
+            {"device": "pretended", "percent": (100, 0, 0, 100, 100, 0)},
+            "with KV in host memory that a GPU attends; attend it there (attend_on='host'), keep it on",
+        ),
+        (
+            {"device": "pretended", "percent": (0, 0, 100, 0, 100, 0), "policy": (*HALF, ("graphs", "on"))},
+            "with graphs 'on' on a GPU; use 'auto', or leave kv_recall out",
+        ),
     ],
 )
 def test_what_is_not_done_yet_is_refused_in_one_line(

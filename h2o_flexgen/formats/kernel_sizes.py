@@ -20,6 +20,8 @@ ROOM_CHUNK = 1 << 20  # bytes of the room of recorded programs that are allocate
 STATE_CHUNK = 64  # tokens of a prompt that the twins take through states at once
 SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
 WIDTH_OF_TORCH = 256  # values of a head up to which torch's own attention holds no n x n scores on GPUs
+STEP_CHUNK = 256  # slots that a program of a GPU attends in a step
+RANKED_AT_ONCE = 1 << 22  # slots of heads that a GPU ranks at once
 
 
 class Numbers(NamedTuple):
@@ -145,6 +147,11 @@ def choosing_room(units: int, group: int, slots: int, threads: int, together: bo
     if together:
         return (units + threads * group) * slots
     return min(units, threads) * (group + 1) * slots
+
+
+def ranked_rows(kv_heads: int, slots: int) -> int:
+    """Rows of which a GPU ranks the slots at once."""
+    return max(1, RANKED_AT_ONCE // (kv_heads * slots))
 
 
 def prompt_parts(group: int) -> int:

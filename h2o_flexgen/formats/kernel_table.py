@@ -154,6 +154,7 @@ def _of_groups(format: str) -> Iterator[Kernel]:
     yield Kernel(APPEND, format, "append_coded", CUDA, (TRITON,), DTYPES)
     if format == BY_BITS[4]:  # that of indices
         yield Kernel(CHOOSE_SLOTS, format, "choose_slots", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values)
+        yield Kernel(CHOOSE_SLOTS, format, "choose_slots", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
         yield Kernel(CHOOSE_SLOTS, format, "choose_slots_twin")
     yield Kernel(CHOSEN_ATTENTION, format, "chosen_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values)
     for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):

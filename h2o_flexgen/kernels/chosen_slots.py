@@ -76,34 +76,39 @@ def choose_slots_twin(
     together: bool = False,
 ) -> Tensor:
     """Rows go one after the other: the keys of one are decoded at a time, and what becomes of it depends on no other."""
-    (rows, kv_heads, _, _), slots = q.shape, index.data.shape[2]
-    out, places = torch.empty(rows, kv_heads, most, dtype=torch.int64, device=q.device), torch.arange(most, device=q.device)
+    rows, kv_heads, _, _ = q.shape
+    out = torch.empty(rows, kv_heads, most, dtype=torch.int64, device=q.device)
     for row in range(rows):
         keys, beside = KVSlots(index.data[row], index.format), None if more is None else more.scores[row, 0]
-        worth = _worth(q[row], keys, held[row], always, beside, cap)
-        worth = worth.sum(0, keepdim=True).expand_as(worth) if together else worth
-        order = torch.sort(worth, dim=-1, descending=True, stable=True).indices[:, :most]
-        behind = places >= counts[row]
-        out[row] = order.masked_fill(behind, slots).sort(-1).values.masked_fill(behind, 0)
+        one, worth = slice(row, row + 1), _worth(q[row], keys, held[row], beside, cap)
+        out[one] = best_of(worth[None], held[one], counts[one], most, always, together)
     return out
 
 
-def _worth(q: Tensor, index: KVSlots, held: Tensor, always: Always, more: Tensor | None, cap: float | None) -> Tensor:
-    """What each slot of a row is worth, (kv_heads, slots) in fp32: more than any share where it is chosen in any case, less
-    than any behind what is held."""
+def best_of(worth: Tensor, held: Tensor, counts: Tensor, most: int, always: Always, together: bool) -> Tensor:
+    """The slots of most worth, which is (rows, kv_heads, slots) in fp32, as `choose_slots` gives them."""
+    slots, held = worth.shape[-1], held[:, None, None]
+    numbers, places = (torch.arange(count, device=worth.device) for count in (slots, most))
+    is_always = (numbers < always.first) | (numbers >= held - always.recent)
+    ranked = worth.nan_to_num(0.0)  # NaN would rank above what is always chosen
+    ranked = ranked.masked_fill_(is_always, torch.inf).masked_fill_(numbers >= held, -torch.inf)
+    ranked = ranked.sum(1, keepdim=True).expand_as(ranked) if together else ranked
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :most]
+    behind = places >= counts[:, None, None]
+    return order.masked_fill(behind, slots).sort(-1).values.masked_fill(behind, 0)
+
+
+def _worth(q: Tensor, index: KVSlots, held: Tensor, more: Tensor | None, cap: float | None) -> Tensor:
+    """What each slot of a row is worth, (kv_heads, slots) in fp32."""
     (kv_heads, group, dim), slots = q.shape, index.data.shape[1]
     keys = torch.empty(kv_heads * slots, dim, dtype=torch.float32, device=q.device)
     group_decode_twin(FORMATS[index.format], index.data.reshape(kv_heads * slots, -1), keys)  # type: ignore[arg-type]
     scores = (q.float() @ keys.view(kv_heads, slots, dim).transpose(1, 2)).mul_(dim**-0.5)
     scores = scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
-    numbers = torch.arange(slots, device=q.device)
-    is_behind = numbers >= held
-    scores.masked_fill_(is_behind, -torch.inf)
+    scores.masked_fill_(torch.arange(slots, device=q.device) >= held, -torch.inf)
     if more is not None:
         scores = torch.cat((scores, more.view(kv_heads, group, 1)), dim=-1)
-    worth = scores.softmax(-1)[..., :slots].sum(1).nan_to_num_(0.0)  # NaN would rank above what is always chosen
-    is_always = (numbers < always.first) | (numbers >= held - always.recent)
-    return worth.masked_fill(is_always, torch.inf).masked_fill(is_behind, -torch.inf)
+    return scores.softmax(-1)[..., :slots].sum(1)
 
 
 def chosen_attention(

@@ -106,10 +106,14 @@ class Cost:
 
     def bytes_to_read(self, at: AtLevel) -> float:
         """Bytes of KV and of the index that all heads of a level read for them."""
-        read, spec = self.read_slots(at), self.planned.kv.specs[at.level]
-        share = self.planned.levels[at.level].policy.recall
+        of_slot = self.planned.kv.specs[at.level].kv_bytes_per_head
+        return at.heads * self.read_slots(at).attended * of_slot + self.index_to_read(at)
+
+    def index_to_read(self, at: AtLevel) -> float:
+        """Those of the index alone."""
+        spec, share = self.planned.kv.specs[at.level], self.planned.levels[at.level].policy.recall
         of_index = index_bytes(share, spec) or spec.kv_bytes_per_head / spec.kv_sets  # keys may be their own index
-        return at.heads * (read.attended * spec.kv_bytes_per_head + read.indexed * of_index)
+        return at.heads * self.read_slots(at).indexed * of_index
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 

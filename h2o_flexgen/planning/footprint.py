@@ -38,7 +38,13 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan, KVRooms, StateRooms
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.placement import Place, layers_by_tiers
-from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, guesses_bytes, loading_bytes
+from h2o_flexgen.planning.working_space import (
+    DEVICE_LIBRARIES,
+    block_working_bytes,
+    choosing_beside_bytes,
+    guesses_bytes,
+    loading_bytes,
+)
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE, Data
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -103,6 +109,8 @@ def _parts(planned: BlockPlan, whole: BlockPlan, site: Site, scored_at_once: int
     if compute == DEVICE:
         parts[HOST]["loading"] = max(map(loading_bytes, spec.unlike_tensors))
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
+        if chosen := choosing_beside_bytes(planned, site):
+            parts[HOST]["working space"] = chosen
     parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once, whole.guesses_any)
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))

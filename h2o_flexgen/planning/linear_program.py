@@ -61,6 +61,11 @@ class Case:
     def corners(self) -> list[Corner]:
         return [(kind, tier) for kind in KINDS for tier in self.tiers]
 
+    def tiers_of(self, kind: str) -> tuple[str, ...]:
+        """The tiers on which data of a kind may lie under this plan."""
+        allowed = self.plan.tiers_of_kv(self.site) if kind == "kv" else TIERS
+        return tuple(tier for tier in self.tiers if tier in allowed)
+
     def with_shares(self, **shares: Shares) -> Plan:
         plan = replace(self.plan, **{"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE, **shares})  # type: ignore[arg-type]
         return plan.at(self.site)
@@ -121,7 +126,7 @@ class Case:
         """What a kind of data adds to these bounds if all of it is on a tier."""
         found: dict[Corner, list[dict[str, float]]] = {}
         for kind, tier in self.corners:
-            if tier == self.tiers[0]:
+            if tier == self.tiers[0] or tier not in self.tiers_of(kind):
                 found[kind, tier] = [{} for _ in self.base]
                 continue
             bounds = self._bounds(self.with_shares(**{kind: PLACES[tier]}))
@@ -266,8 +271,8 @@ def order(answer: BestShares) -> tuple[float, float]:
 
 def _first_anchor(case: Case) -> dict[str, float]:
     """The first anchor: a plan with some of everything on every tier."""
-    some = Shares(1 / 3, 1 / 3) if case.site.accelerator else Shares(0.0, 0.5)
-    plan = case.with_shares(**{kind: some for kind in KINDS if kind not in case.stays})
+    even = {kind: dict.fromkeys(own := case.tiers_of(kind), 1 / len(own)) for kind in KINDS if kind not in case.stays}
+    plan = case.with_shares(**{kind: Shares(own.get(DEVICE, 0.0), own.get(HOST, 0.0)) for kind, own in even.items()})
     return case.anchored(plan, case.footprint(plan))
 
 
@@ -312,9 +317,9 @@ def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> li
 def _case(
     name: str, case: Case, anchor: Mapping[str, float]
 ) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
+    allowed = {kind: case.tiers[:1] if kind in case.stays else case.tiers_of(kind) for kind in KINDS}
     shares = {
-        (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, 0 if kind in case.stays and tier != case.tiers[0] else 1)
-        for kind, tier in case.corners
+        (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, int(tier in allowed[kind])) for kind, tier in case.corners
     }
     constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in KINDS]
     seconds = [pulp.LpVariable(f"step{number}_{name}", 0) for number in range(len(case.steps))]

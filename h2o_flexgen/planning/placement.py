@@ -17,7 +17,7 @@ from h2o_flexgen.core.buffer_layout import KVLayout, StateLayout, hidden_bytes
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.planning.plan import LEAST_PLACED, Plan, Shares
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.recall import ALL, index_bytes
@@ -188,7 +188,7 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     After every item each tier is within one largest item of its share. Before an item is placed the three lacks sum up to its
     size s, so the largest is s/3 at least: no tier gets more than 2/3 of an item too much. And if a tier that lacks more than
     an item were passed over, the one chosen would lack as much, and the third would have had an item too much."""
-    wanted = [(tier, share) for tier in TIERS if (share := shares.of(tier)) > 1e-9]  # 1 - 0.58 - 0.42 is not quite 0
+    wanted = [(tier, share) for tier in TIERS if (share := shares.of(tier)) > LEAST_PLACED]
     if len(wanted) == 1:
         return (wanted[0][0],) * len(sizes)
     placed, total, places = [0] * len(wanted), 0, list[int]()

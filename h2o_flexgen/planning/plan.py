@@ -13,7 +13,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.prefix_groups import LEAST_TOKENS
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS, PROMPTS, TOKENS, check_num_prompts
 from h2o_flexgen.formats.kernel_table import EXACT, FLOAT32, INT8, PRODUCTS, TORCH
 from h2o_flexgen.formats.table import BY_BITS, PLAIN, of_rows
@@ -55,6 +55,7 @@ class Shares:
 
 
 ALL_DEVICE = Shares(1.0, 0.0)
+LEAST_PLACED = 1e-9  # share of which anything is placed: 1 - 0.58 - 0.42 is not quite 0
 ON, OFF = "on", "off"
 GRAPHS = (AUTO, ON, OFF)
 STATE_DTYPES = FLOAT32, BFLOAT16 = FLOAT32, "bfloat16"
@@ -292,10 +293,21 @@ class Plan:
             first = f"{instead}, or " if instead else ""
             raise ValueError(f"kv_recall {self.policy.recall:g} cannot be had with {what}; {first}leave kv_recall out")
 
+    def tiers_of_kv(self, site: Site) -> tuple[str, ...]:
+        """The tiers on which KV may lie: where steps choose what they attend, it lies where they attend, if that is on a GPU
+        or beside it."""
+        if not site.accelerator or self.policy.recall == ALL:
+            return TIERS
+        return (DEVICE, HOST) if self.attend_on == HOST else (DEVICE,)
+
     def refuse_recall(self, spec: ModelSpec, site: Site) -> None:
         """Refuses models and machines for which that is not done yet."""
-        if site.accelerator:
-            self.refuse_to_recall("a GPU", "compute on the CPU (device 'cpu')")
+        allowed = self.tiers_of_kv(site)
+        if DISK not in allowed and self.kv.disk > LEAST_PLACED:
+            self.refuse_to_recall("a GPU and KV on disk", "keep KV in memory")
+        if HOST not in allowed and self.kv.host > LEAST_PLACED:
+            instead = f"attend it there (attend_on={HOST!r}), keep it on the GPU"
+            self.refuse_to_recall("KV in host memory that a GPU attends", instead)
         lacks = {
             "ALiBi": any(own.position_values for own in spec.of_heads),
             "attention beside a scan": any(one.has_kv and one.states for one in spec.unlike_layers),
@@ -419,7 +431,7 @@ class Plan:
         """Whether decode steps may be captured as graphs of a GPU, which work on addresses that stay. `graph_bytes`: what a
         graph takes, or None where no check has found that they hold."""
         is_wanted = self.graphs == ON or (self.graphs == AUTO and graph_bytes is not None)
-        return is_wanted and self.stays_in_place and self.pipeline == 1
+        return is_wanted and self.stays_in_place and self.pipeline == 1 and self.policy.recall == ALL
 
     @property
     def may_record(self) -> bool:
@@ -433,6 +445,8 @@ class Plan:
         if site.accelerator and not self.stays_in_place:
             required = f"graphs {ON!r} is for plans that keep all KV and activations on the GPU"
             raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
+        if site.accelerator:
+            self.refuse_to_recall(f"graphs {ON!r} on a GPU", f"use {AUTO!r}")
         if not site.accelerator and site.processor.build == TORCH:
             raise ValueError(f"graphs {ON!r} needs the kernels in C, and there are none here; use {AUTO!r}")
 

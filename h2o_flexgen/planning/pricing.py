@@ -47,6 +47,7 @@ from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 
 STATE_FLOPS = 8.0  # for each value of a matrix of states that a token passes: it fades, is read, added to, and read again
+INDEX_PACE = 0.49  # of the rate at which a CPU reads KV that it attends: the bytes of an index by which it chooses, as measured
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 
@@ -280,13 +281,15 @@ class Pricing:
         return seconds + (sum(self._prompt_attention(task, at) for at in self.cost.by_level(task)) if one.prompts else 0.0)
 
     def _attending(self, task: Task | Key) -> float:
-        """Seconds of what the host does for a visit, beside the KV."""
+        """Seconds of what the host does for a visit, beside the KV. Of its attention the machine of a device has one rate, at
+        which it reads; an index is read more slowly, since slots are ranked by it."""
         one, machine = self.cost.batch_pass(task.step, task.batch), self.machine
         if not one.rows:
             return machine.task_seconds
         rate = machine.attention_bytes_per_s.get(HOST, inf)
-        of_head = self.spec.at(task.layer).kv_bytes_per_head
-        reading = sum((at.one.slots + one.rows) * at.heads * of_head / rate for at in self.cost.by_level(task))
+        levels = self.cost.by_level(task)
+        ranked = sum(map(self.cost.index_to_read, levels))
+        reading = (sum(map(self.cost.bytes_to_read, levels)) + ranked * (1 / INDEX_PACE - 1)) / rate
         heads = one.rows * self.spec.at(task.layer).kv_heads * machine.head_seconds
         return reading + heads + self._eviction_seconds(task) + machine.task_seconds
 

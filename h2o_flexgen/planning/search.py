@@ -21,7 +21,16 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.planning.footprint import MemoryLimits
-from h2o_flexgen.planning.linear_program import BestShares, Case, order, seconds_at, solve, solve_thoroughly, with_buffers
+from h2o_flexgen.planning.linear_program import (
+    PLACES,
+    BestShares,
+    Case,
+    order,
+    seconds_at,
+    solve,
+    solve_thoroughly,
+    with_buffers,
+)
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
@@ -311,7 +320,7 @@ def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:
 
         def fits(size: int, batches: int = batches) -> bool:
             plan = replace(offloaded, gpu_batch_size=size, num_gpu_batches=batches)
-            return any(map(problem.fits, _offloaded(plan)))
+            return any(map(problem.fits, _offloaded(problem, plan)))
 
         if problem.batch_sizes:  # a chosen size may exceed the number of prompts
             yield from ((size, batches) for size in problem.batch_sizes if fits(size))
@@ -322,13 +331,15 @@ def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:
         yield from ((size, batches) for size in sorted({size for size in (*SIZES, reach) if size <= reach}))
 
 
-def _offloaded(plan: Plan) -> Iterator[Plan]:
-    """The plan with everything on the slowest tier; then with more and more on the host, because rings of buffers take room
-    too, and a disk may be full."""
-    yield plan
-    yield replace(plan, hidden=ON_HOST)
-    yield replace(plan, kv=ON_HOST, hidden=ON_HOST)
-    yield replace(plan, weights=ON_HOST, kv=ON_HOST, hidden=ON_HOST)
+def _offloaded(problem: SearchProblem, plan: Plan) -> Iterator[Plan]:
+    """The plan with everything on the slowest tier, as far as it may lie there; then with more and more on the host, because
+    rings of buffers take room too, and a disk may be full."""
+    slowest = PLACES[plan.tiers_of_kv(problem.site)[-1]]
+    in_memory = ON_HOST if slowest == ON_DISK else slowest
+    yield replace(plan, kv=slowest)
+    yield replace(plan, kv=slowest, hidden=ON_HOST)
+    yield replace(plan, kv=in_memory, hidden=ON_HOST)
+    yield replace(plan, weights=ON_HOST, kv=in_memory, hidden=ON_HOST)
 
 
 # -- which is best ---------------------------------------------------------------------------------------------------------
@@ -450,7 +461,8 @@ def refuse_what_never_fits(problem: SearchProblem) -> None:
 def _smallest(problem: SearchProblem) -> Iterator[Plan]:
     """One row, with everything on the slowest tier."""
     for base in _bases(problem):
-        yield from _offloaded(replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK))
+        offloaded = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
+        yield from _offloaded(problem, offloaded)
 
 
 MEMORY_FLAGS = {DEVICE: "--gpu-mem", HOST: "--cpu-mem"}

@@ -7,6 +7,7 @@ allocates for the results of its functions, from their shapes. The constants of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from h2o_flexgen.formats.kernel_sizes import (
     ROOM_CHUNK,
     SCORED_BYTES,
     STATE_CHUNK,
+    STEP_CHUNK,
     WIDTH_OF_TORCH,
     ManyQueries,
     PromptRoom,
@@ -26,9 +28,11 @@ from h2o_flexgen.formats.kernel_sizes import (
     mask_bytes,
     prompt_parts,
     prompt_threads,
+    ranked_rows,
     twin_values,
 )
 from h2o_flexgen.formats.kernel_table import (
+    BASELINE,
     CHOOSE_SLOTS,
     CPU,
     DECODE_ATTENTION,
@@ -38,6 +42,7 @@ from h2o_flexgen.formats.kernel_table import (
     SELECTIVE_SCAN,
     SHARED_ATTENTION,
     TORCH,
+    Processor,
     choose,
     kernels_of,
 )
@@ -266,9 +271,27 @@ def _recalling_bytes(at: LevelHeads, site: Site) -> int:
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
         return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads, policy.chooses_together)
+    if site.has_kernel(CHOOSE_SLOTS, spec.dtype, INDEX, spec.head_dim):
+        return newest + taken + _choosing_on_gpu_bytes(spec, rows, capacity)
     values = capacity * spec.kv_heads * spec.head_dim
     ranked = capacity * (spec.kv_heads * RANKED_BYTES + 4 * spec.heads * FLOAT_BYTES)
     return newest + taken + ranked + 2 * values * FLOAT_BYTES + DECODING_BYTES * min(values, _values_at_once(site))
+
+
+def _choosing_on_gpu_bytes(spec: ModelSpec, rows: int, slots: int) -> int:
+    """Bytes for a GPU to choose among so many slots of a row: all scores and what chunks leave beside them; what all slots got;
+    and what torch ranks those of some rows by."""
+    left = spec.heads * (slots + ceil(slots / STEP_CHUNK) * (spec.head_dim + 2))
+    at_once = min(rows, ranked_rows(spec.kv_heads, slots))
+    return rows * FLOAT_BYTES * (left + spec.kv_heads * slots) + at_once * slots * spec.kv_heads * RANKED_BYTES
+
+
+def choosing_beside_bytes(planned: BlockPlan, site: Site) -> int:
+    """Bytes of the host for choosing slots, where it attends beside a device: with kernels in C or without."""
+    beside = {batch for layer, batch in planned.schedule.traffic.kv if planned.schedule.traffic.is_beside(layer, batch)}
+    hosts = [replace(site, processor=Processor(CPU, build)) for build in (BASELINE, TORCH)]
+    levels = (at for batch in beside for at in LevelHeads.of(planned.kv, batch))
+    return int(SLACK * max((_recalling_bytes(at, host) for at in levels for host in hosts), default=0))
 
 
 def _indexing_bytes(at: LevelHeads, tokens: int, site: Site) -> int:

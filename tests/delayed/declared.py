@@ -24,6 +24,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("counted_tile_products", "counted_stored_products"), ("out",)),
     "add_counted": ("sums",),
     **dict.fromkeys(("rotate", "rms_norm", "decode_attention", "prompt_attention", "shared_attention"), ()),
+    "choose_slots": (),
     **dict.fromkeys(("tile_product", "tile_products", "int8_product", "stored_product", "gated_norm"), ()),
     **dict.fromkeys(("gated_delta", "selective_scan", "short_convolution"), ("state",)),
 }

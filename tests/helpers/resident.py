@@ -159,10 +159,12 @@ class _Beside:
     """A cache whose prompts are read, as the host has it, head by head: what is asked crosses the link, and the answer."""
 
     def __init__(self, cache: KVCache) -> None:
-        noted = cache._scores
+        noted, index = cache._scores, cache._index
         self._asking, host = cache, torch.device("cpu")
         on_host = None if noted is None else noted._each(lambda each: each.to(host))
-        self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding, cap=cache._cap)
+        if index is not None and index.codes is not None:
+            index = replace(index, codes=index.codes.to(host))
+        self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding, cap=cache._cap, index=index)
 
     def attend(self, now: KVStep, tokens: NewTokens) -> Tensor:
         asked = self._asking.asked(now, tokens)

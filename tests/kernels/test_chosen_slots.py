@@ -65,11 +65,27 @@ def test_the_best_are_chosen(variant: str, dtype: torch.dtype, shape: tuple[int,
     with used(variant):
         found = choose_slots(q, index, held, counts, slots, ALWAYS, more, cap)
     assert found.shape == (rows, kv_heads, slots) and found.dtype == torch.int64
+    assert_best(found, q, index, held, counts, near, more, cap)
+
+
+def assert_best(
+    found: Tensor,
+    q: Tensor,
+    index: KVSlots,
+    held: Tensor,
+    counts: Tensor,
+    near: float,
+    more: More | None = None,
+    cap: float | None = None,
+    together: bool = False,
+) -> None:
+    """Asserts that those are chosen which float64 would choose, but for what differs by less than `near` of it."""
     for row, (holds, count) in enumerate(zip(held.tolist(), counts.tolist())):
         beside = None if more is None else more.scores[row, 0]
         worth = worth_of(q[row], KVSlots(index.data[row], index.format), holds, beside, cap)
+        worth = worth.sum(0, keepdim=True).repeat(len(worth), 1) if together else worth
         worth[:, : ALWAYS.first] = worth[:, -ALWAYS.recent :] = torch.inf
-        for head in range(kv_heads):
+        for head in range(len(worth)):
             own, behind = found[row, head, :count], found[row, head, count:]
             assert all(one < other for one, other in pairwise(own.tolist())) and own[-1] < holds and not behind.any()
             is_chosen = torch.zeros(holds, dtype=torch.bool).index_fill(0, own, True)
@@ -92,16 +108,9 @@ def test_heads_that_choose_together_choose_what_is_best_for_all(
             with in_threads(threads):
                 assert torch.equal(choose_slots(q, index, held, counts, slots, ALWAYS, more, None, True), found)
     twin = choose_slots_twin(q, index, held, counts, slots, ALWAYS, more, None, True)
-    for row, (holds, count) in enumerate(zip(held.tolist(), counts.tolist())):
-        beside = None if more is None else more.scores[row, 0]
-        worth = worth_of(q[row], KVSlots(index.data[row], index.format), holds, beside, None).sum(0)
-        worth[: ALWAYS.first] = worth[-ALWAYS.recent :] = torch.inf
-        for one in (found[row], twin[row]):
-            assert torch.equal(one, one[:1].expand_as(one)) and not one[:, count:].any()
-            is_chosen = torch.zeros(holds, dtype=torch.bool).index_fill(0, one[0, :count], True)
-            assert int(is_chosen.sum()) == count and (one[0, 1:count] > one[0, : count - 1]).all()
-            left = worth[~is_chosen]
-            assert not len(left) or worth[is_chosen].min() >= left.max() * (1 - NEAR[dtype])
+    for one in (found, twin):
+        assert torch.equal(one, one[:, :1].expand_as(one))
+        assert_best(one, q, index, held, counts, NEAR[dtype], more, together=True)
 
 
 @contextmanager

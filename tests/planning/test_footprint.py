@@ -163,6 +163,28 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
         assert predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
 
 
+@pytest.mark.parametrize(("of_kv", "attend_on"), [((0, 100), HOST), ((40, 60), HOST), ((100, 0), DEVICE)])
+@pytest.mark.parametrize("prefill_tokens", [1024, 40])
+def test_an_index_is_predicted_where_steps_attend(
+    prefill_tokens: int, of_kv: tuple[int, int], attend_on: str, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """And where the prompts are read of which it is made."""
+    how: Any = {"device": "pretended", "attend_on": attend_on, "prefill_tokens": prefill_tokens}
+    case = Case("llama-gqa", (50, 50, *of_kv, 100, 0), (50, 31, 27, 40), policy=(("kv_recall", 0.5),), **how)
+    whole = replace(case, policy=())
+    with case.open(checkpoints, offload) as llm, whole.open(checkpoints, offload) as other:
+        footprint, of_all = (one.check(Workload(case.lengths, case.gen_len)).footprint for one in (llm, other))
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        held = held_by(llm)
+        regions = len(llm.spec.tensors) + len(llm.spec.layers) * (case.num_gpu_batches + 8)
+    noted = {tier: parts.get("KV notes", 0) for tier, parts in footprint.parts.items()}
+    assert noted[DEVICE] > 0 and (noted[HOST] > 0) == (attend_on == HOST) == ("working space" in footprint.parts[HOST])
+    for tier, peak in held.items():
+        predicted = sum(arena_parts(footprint, tier, accelerator=True).values())
+        assert peak <= predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
+        assert predicted - sum(arena_parts(of_all, tier, accelerator=True).values()) == noted[tier]
+
+
 @pytest.mark.parametrize("device", ["cpu", "pretended"])
 def test_buffers_are_as_large_as_is_predicted_where_blocks_keep_their_place(
     device: str, checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch

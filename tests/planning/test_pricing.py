@@ -283,6 +283,17 @@ def test_latents_are_compared_and_attended_at_rates_of_their_own(kv_codec: str) 
     assert found[1] == pytest.approx(held * 2 * of_slot / 2e9 + chosen * (4 * of_slot / 3e9 + to_unpack))
 
 
+def test_the_host_reads_what_steps_choose_of_it_and_its_index() -> None:
+    of_share = []
+    for share in (1.0, 0.25):
+        plan = Plan.create(kv_recall=share, attend_on=HOST, num_gpu_batches=3).with_percent((100, 0, 0, 100, 100, 0))
+        of = BlockPlan.of(tiny_spec(), plan, block_of([[100, 100]]), Site(True))
+        of_share.append(Pricing(of, MACHINE).seconds(Key(Op.ATTEND, 1, of.spec.kv_layers[0], 0)))
+    beside, of_head = 2 * 2 * 2e-9 + 5e-5, 2 * 4 * 4  # bytes of a slot, and 36 of its index
+    assert of_share[0] == pytest.approx(2 * 101 * 2 * of_head / 20e9 + beside)
+    assert of_share[1] == pytest.approx((2 * 26 * 2 * of_head + 2 * 101 * 2 * 36 / 0.49) / 20e9 + beside)
+
+
 def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
     of = planned(block_of([[6, 6]], gen_len=40), False, kv_policy="h2o", heavy=6, recent=2)
     exact, averaged = (Pricing(of, on(MACHINE, False), averaged=averaged) for averaged in (False, True))

@@ -166,11 +166,24 @@ def test_a_share_of_latents_is_attended_where_choosing_it_takes_less_than_it_sav
 
 def test_a_share_is_not_attended_where_that_is_not_done() -> None:
     for asked in (
-        problem(True, workload=Workload.uniform(8, 40, 10)),
+        problem(True, workload=Workload.uniform(8, 40, 10), plan=Plan.create(draft="ngram")),
         problem(workload=Workload.uniform(8, 40, 10), plan=Plan.create(draft="ngram")),
     ):
         found = search(replace(asked, recalls=(0.1,)))
         assert {one.plan.policy.recall for one in (found.best, *found.all)} == {1.0}
+
+
+@pytest.mark.parametrize("attend_on", [DEVICE, HOST])
+def test_beside_a_gpu_kv_lies_where_steps_choose_what_they_attend(attend_on: str) -> None:
+    """On no disk, and in host memory where the host attends it."""
+    many: Any = {"batch_sizes": (4,), "batches": (4,)} if attend_on == HOST else {}
+    asked = scarce(True, 0.2, plan=Plan.create(kv_recall=0.1), attend_on=(attend_on,), **many)
+    found = search(asked)
+    for one in (*found.all, *found.front):
+        assert one.plan.policy.recall == 0.1 and one.plan.kv.disk < 1e-9
+        assert attend_on == HOST or one.plan.kv == Shares(1.0, 0.0)
+        assert asked.largest(one.plan).fits(asked.limits)
+    assert (found.best.plan.kv.host > 0) == (attend_on == HOST)
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -7,7 +7,8 @@ disk, it lies token by token, so that held slots are one range from the start an
 Where the host attends beside a device, images are in the CPU's form, and scores lie in host memory too. A device then works
 with prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty slots are zero there. It
 goes part by part while the next part is computed (`host_attention_exchange`). Where rows join others or texts go on, it goes at
-once. An index of keys, by which steps choose what they attend, lies beside an image as scores do.
+once. An index of keys, by which steps choose what they attend, lies beside an image as scores do, and goes where these go: a
+device makes that of the prompts that it reads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -45,6 +47,24 @@ from h2o_flexgen.schedule.ops import Data, Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]
+
+
+class SlotNotes(NamedTuple):
+    """What is noted of the slots of one (layer, batch) beside keys and values."""
+
+    scores: SlotScores | None = None
+    key_index: KeyIndex | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        codes = None if self.key_index is None else self.key_index.codes
+        return (*(() if self.scores is None else self.scores.tensors), *(() if codes is None else (codes,)))
+
+    def part(self, rows: slice) -> SlotNotes:
+        return SlotNotes(self.scores and self.scores.part(rows), self.key_index and self.key_index.part(rows))
+
+
+NOTHING_NOTED = SlotNotes()
 
 
 @dataclass
@@ -90,8 +110,7 @@ class KVStore:
         self._rooms = KVRooms.of(planned, self._layouts, self._note_bytes)
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
-        self._scores: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
-        self._indices: dict[tuple[int, int], KeyIndex] = {}  # alike
+        self._notes: dict[tuple[int, int], SlotNotes] = {}  # always where decode steps attend
         with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
             self._allocate(held)
             self._held = held.pop_all()
@@ -122,8 +141,8 @@ class KVStore:
             self._allocate_homes(held)
         self._host_ring = self._ring(held, memories.host, rooms.on_host)
         self._device_ring = self._ring(held, memories.compute, rooms.on_device)
-        self._score_ring = Ring(memories.compute, self._schedule.buffers_of(Data.KV), rooms.noted)
-        held.callback(self._score_ring.free)
+        self._note_ring = Ring(memories.compute, self._schedule.buffers_of(Data.KV), rooms.noted)
+        held.callback(self._note_ring.free)
         self._staging = memories.host.alloc(rooms.staged) if rooms.staged else None
         if self._staging is not None:
             held.callback(memories.host.free, self._staging)
@@ -143,10 +162,7 @@ class KVStore:
                 self._in_memory[place] = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, self._in_memory[place])
             region = self._notes_region(held, layout, traffic.is_beside(*place)) if self._note_bytes else None
-            if region is not None and self._policy.score_bytes:
-                self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
-            if self._policy.recall != ALL:
-                self._indices[place] = self._index(region, layout)
+            self._notes[place] = self._noted_in(region, layout.shape)
 
     def _tokens_read(self, held: ExitStack, layout: KVLayout) -> TokensRead | None:
         """Room for tokens that stay in memory between the steps that read them."""
@@ -156,12 +172,15 @@ class KVStore:
         held.callback(self._memories.host.free, region)
         return TokensRead(region, layout, most, self._coding)
 
-    def _index(self, region: Tensor | None, layout: KVLayout) -> KeyIndex:
-        """An index behind what the policy notes of slots."""
-        policy = self._policy
+    def _noted_in(self, region: Tensor | None, shape: tuple[int, int, int]) -> SlotNotes:
+        """The notes in a region: what the policy notes of slots (rows, kv_heads, slots), and an index behind it."""
+        policy, of_scores = self._policy, prod(shape) * self._policy.score_bytes
+        scores = SlotScores.over(region, policy, shape) if region is not None and of_scores else None
+        if policy.recall == ALL or self._only_reads:
+            return SlotNotes(scores)
         has_codes = region is not None and self._note_bytes > policy.score_bytes
-        codes = region[layout.score_bytes(policy.score_bytes) :] if region is not None and has_codes else None
-        return KeyIndex.over(codes, policy, self._coding, layout.shape)
+        codes = region[of_scores:] if region is not None and has_codes else None
+        return SlotNotes(scores, KeyIndex.over(codes, policy, self._coding, shape))
 
     def _allocate_one_home(self, held: ExitStack) -> None:
         """One home for all layers and batches: each of them is over before the next one begins."""
@@ -175,7 +194,7 @@ class KVStore:
             largest = max(self._layouts.values(), key=lambda layout: layout.score_bytes(per_slot))
             region = self._notes_region(held, largest, on_host=False)
             for place, layout in self._layouts.items():
-                self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
+                self._notes[place] = self._noted_in(region, layout.shape)
 
     def _notes_region(self, held: ExitStack, layout: KVLayout, on_host: bool) -> Tensor:
         memory = self._memories.host if on_host else self._memories.compute
@@ -192,7 +211,7 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._pages, self._scores, self._indices):
+        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._pages, self._notes):
             kept.clear()  # so that a reference to the store keeps no memory alive
 
     def _layout(self, task: Task) -> KVLayout:
@@ -214,9 +233,8 @@ class KVStore:
 
     def open(self, task: Task, rows: BatchRows) -> KVCache:
         """The cache for a COMPUTE, with the rows that are still alive. Where the host attends, it has the prompts alone."""
-        scores = self._scores.get((task.layer, task.batch))
         if not self._is_beside(task):
-            return self._opened(task, rows, self._working_region(task), scores)
+            return self._opened(task, rows, self._working_region(task), self._noted_at_home(task))
         region, noted = self._device_ring[self._buffer(task)], self._noted_on_device(task, 0)
         if rows.joining is not None:
             self._units[task.layer, task.batch].joined[task.step] = rows.joining
@@ -226,8 +244,7 @@ class KVStore:
 
     def open_beside(self, task: Task, rows: BatchRows) -> KVCache:
         """The cache on the host for an ATTEND."""
-        place = task.layer, task.batch
-        return self._opened(task, rows, self._on_host(task), self._scores.get(place))
+        return self._opened(task, rows, self._on_host(task), self._noted_at_home(task))
 
     def begin_parts(self, task: Task, rows: BatchRows) -> None:
         """Begins a COMPUTE of prompts that go home part by part."""
@@ -241,30 +258,33 @@ class KVStore:
         """The cache for the next part of these prompts."""
         parts = self._units[task.layer, task.batch].parts
         assert parts is not None
-        image, scores = self._on_device(task, parts.begin(rows))
-        return KVCache(image, scores, self._coding, judge=self._judges.get(task.layer), cap=self._cap)
+        image, noted = self._on_device(task, parts.begin(rows))
+        return self._cache_over(task, image, noted)
 
-    def _on_device(self, task: Task, part: PartOfPrompts) -> tuple[Tensor, SlotScores | None]:
+    def _on_device(self, task: Task, part: PartOfPrompts) -> tuple[Tensor, SlotNotes]:
         """The image of a part in its place, and what is noted of its slots."""
         places, buffer = self._places[task.layer, task.batch], self._buffer(task)
         shape = places.layout.of_rows(part.rows.stop - part.rows.start).shape
         region = self._device_ring[buffer][places.start(part.number) :]
         return image_over(region, shape, self._coding, by_token=False), self._noted_on_device(task, part.number, shape)
 
-    def _noted_on_device(self, task: Task, part: int, shape: tuple[int, int, int] | None = None) -> SlotScores | None:
-        """The scores that a device records for the slots of prompts that it reads for the host."""
-        if not self._score_ring:
-            return None
-        places = self._places[task.layer, task.batch]
-        region = self._score_ring[self._buffer(task)][places.start_of_notes(part, self._policy.score_bytes) :]
-        return SlotScores.over(region, self._policy, shape or places.layout.shape)
+    def _noted_at_home(self, task: Task) -> SlotNotes:
+        return self._notes.get((task.layer, task.batch), NOTHING_NOTED)
 
-    def _opened(self, task: Task, rows: BatchRows, region: Tensor, scores: SlotScores | None) -> KVCache:
+    def _noted_on_device(self, task: Task, part: int, shape: tuple[int, int, int] | None = None) -> SlotNotes:
+        """What a device notes of the slots of prompts that it reads for the host."""
+        if not self._note_ring:
+            return NOTHING_NOTED
+        places = self._places[task.layer, task.batch]
+        region = self._note_ring[self._buffer(task)][places.start_of_notes(part, self._note_bytes) :]
+        return self._noted_in(region, shape or places.layout.shape)
+
+    def _opened(self, task: Task, rows: BatchRows, region: Tensor, noted: SlotNotes) -> KVCache:
         """The cache over a region, in which living rows fill the places of those that have left."""
         unit = self._units[task.layer, task.batch]
         if unit.cache is not None:
             unit.cache.replaced = None  # perhaps of another buffer
-        cache = self._cache(task, region, scores)
+        cache = self._cache(task, region, noted)
         unit.changed, unit.cache = rows.changed(self._level), cache
         if (pages := self._pages.get((task.layer, task.batch))) is not None:
             unit.ranges, unit.choice, cache.choice.changed = rows.ranges(self._level), cache.choice, None
@@ -277,20 +297,21 @@ class KVStore:
         unit.rows, unit.held, unit.generation = rows.size, unit.changed[1], rows.generation
         return cache
 
-    def _cache(
-        self, task: Task, region: Tensor, scores: SlotScores | None, shape: tuple[int, int, int] | None = None
-    ) -> KVCache:
+    def _cache(self, task: Task, region: Tensor, noted: SlotNotes, shape: tuple[int, int, int] | None = None) -> KVCache:
         """The cache over a region, with its views of the region: both stay as long as this store. `shape`: of those slots
         that are there, where some are not."""
         place = id(region), task.layer, task.batch
         if place not in self._caches:
-            judge, index = self._judges.get(task.layer), self._indices.get((task.layer, task.batch))
             image = self._image(region, task) if shape is None else image_over(region, shape, self._coding, by_token=False)
-            self._caches[place] = KVCache(image, scores, self._coding, judge=judge, cap=self._cap, index=index)
+            self._caches[place] = self._cache_over(task, image, noted)
             self._caches[place].choice.is_needed = place[1:] in self._pages
         cache = self._caches[place]
         cache.replaced = None
         return cache
+
+    def _cache_over(self, task: Task, image: Tensor, noted: SlotNotes) -> KVCache:
+        judge = self._judges.get(task.layer)
+        return KVCache(image, noted.scores, self._coding, judge=judge, cap=self._cap, index=noted.key_index)
 
     def _working_region(self, task: Task) -> Tensor:
         if not self._schedule.traffic.moves_kv(task.layer, task.batch):
@@ -349,19 +370,18 @@ class KVStore:
         return self._host_ring[self._buffer(task)] if place in self._on_disk else self._in_memory[place]
 
     def _transfer_rows(self, task: Task, rows: slice, to_device: bool) -> int:
-        """Copies all slots of rows, and their scores: few ranges, as they lie head by head."""
+        """Copies all slots of rows, and what is noted of them: few ranges, as they lie head by head."""
         image, noted = self._image(self._both_regions(task)[1], task)[:, rows], self._noted_on_device(task, 0)
-        return self._copy_rows(task, rows, (image, None if noted is None else noted.part(rows)), to_device)
+        return self._copy_rows(task, rows, (image, noted.part(rows)), to_device)
 
     def _send(self, task: Task, part: PartOfPrompts) -> int:
         """Device -> host: a part of prompts."""
         return self._copy_rows(task, part.rows, self._on_device(task, part), to_device=False)
 
-    def _copy_rows(self, task: Task, rows: slice, on_device: tuple[Tensor, SlotScores | None], to_device: bool) -> int:
+    def _copy_rows(self, task: Task, rows: slice, on_device: tuple[Tensor, SlotNotes], to_device: bool) -> int:
         there, (here, noted_here) = self._image(self._on_host(task), task)[:, rows], on_device
-        pairs, noted_there = list(zip(there, here)), self._scores.get((task.layer, task.batch))
-        if noted_there is not None and noted_here is not None:
-            pairs += zip(noted_there.part(rows).tensors, noted_here.tensors)
+        noted_there = self._noted_at_home(task).part(rows)
+        pairs = [*zip(there, here), *zip(noted_there.tensors, noted_here.tensors, strict=True)]
         for on_host, own in pairs:
             source, target = (on_host, own) if to_device else (own, on_host)
             target.copy_(source, non_blocking=True)

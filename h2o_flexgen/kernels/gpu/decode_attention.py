@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.formats.kernel_sizes import STEP_CHUNK
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu.attention_parts import (
@@ -36,7 +37,7 @@ from h2o_flexgen.kernels.gpu.attention_parts import (
 from h2o_flexgen.kernels.gpu.launching import Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.more_keys import More
 
-CHUNK = 256  # slots of a program
+CHUNK = STEP_CHUNK  # slots of a program
 TILE_VALUES, LARGEST_TILE = 8192, 128  # values and slots that a program reads at once: of keys, and as many of values
 DOT_VALUES, LARGEST_DOT = 4096, 32  # the same for several queries: more do not fit registers without tensor cores
 LEAST_TILE = 16  # slots

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
+from h2o_flexgen.kernels.gpu.choose_slots import choose_slots
 from h2o_flexgen.kernels.gpu.counted_experts import (
     add_counted,
     counted_stored_products,
@@ -29,7 +30,7 @@ KERNELS: Sequence[Callable[..., Any]] = (
     *(stored_decode, stored_product, tile_product, tile_products, int8_product),
     *(append, append_coded, rotate, evict, gather_slots, take_slots),
     *(gather_counted, counted_tile_products, counted_stored_products, add_counted),
-    *(decode_attention, prompt_attention, shared_attention, rms_norm),
+    *(decode_attention, prompt_attention, shared_attention, choose_slots, rms_norm),
     *(gated_delta, selective_scan, short_convolution, gated_norm),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in KERNELS}

@@ -70,5 +70,13 @@ def test_the_engine_gives_what_the_resident_loop_gives(
     assert "decode_attention" in called and ("counted_tile_products" in called) == (case.kind == "olmoe")
 
 
+def test_a_step_attends_what_it_chooses(
+    own_checkpoints: Checkpoints, offload: Path, pretended: None, gpu: torch.device, called: set[str]
+) -> None:
+    case = Case("llama-gqa", **ONE_ROW | {"lengths": (26,)}, policy=(("kv_recall", 0.5),))
+    hold_contract(replace(case, device=CUDA) if gpu.type == CUDA else case, own_checkpoints, offload)
+    assert {"choose_slots", "take_slots"} <= called
+
+
 def test_it_is_said_of_each_kernel_what_it_writes() -> None:
     assert WRITTEN.keys() == functions.FUNCTIONS.keys()

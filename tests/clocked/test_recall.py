@@ -1,0 +1,250 @@
+"""Steps that choose what they attend, on the clocked device: where the host attends beside it, and where KV lies on it. Tokens
+and logits are those of the resident loop with the same choice, and nothing races with anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from h2o_flexgen.core.buffer_layout import PromptPlaces
+from h2o_flexgen.core.site import DEVICE, HOST
+from h2o_flexgen.engine.stores.kv import SlotNotes
+from h2o_flexgen.formats.kernel_table import EXACT, INT8, TORCH
+from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kernels.chosen_slots import best_of, choose_slots_twin
+from h2o_flexgen.kernels.decode_attention import KVSlots
+from h2o_flexgen.kv.key_index import ALWAYS, KeyIndex
+from h2o_flexgen.policies.recall import INDEX
+from h2o_flexgen.schedule.ops import Op
+from tests import test_conversation as talks
+from tests import test_shared_prefixes as prefixes
+from tests import test_stream as stream
+from tests.clocked.checker import Checker
+from tests.clocked.context import checked
+from tests.clocked.tensor import NAME
+from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
+from tests.helpers.held_by_hand import HELD
+from tests.helpers.pairwise import ELSEWHERE, most_of
+from tests.kernels.test_chosen_slots import drawn, index_of
+from tests.kernels.variants import used
+from tests.planning.test_cost import assert_moved_as_predicted
+from tests.test_recall import ALIKE, HALF, HEADS_APART, KEEPING_SOME, LongBehind
+
+WHERE = (  # shares of the tiers, and what attends KV in host memory
+    ((100, 0, 0, 100, 100, 0), HOST),
+    ((0, 0, 100, 0, 0, 50), DEVICE),
+    ((30, 30, 50, 50, 40, 30), HOST),
+    ((0, 100, 100, 0, 100, 0), DEVICE),
+)
+PLANS = {
+    "kind": ("llama-gqa", "opt", "gpt-oss-far", "deepseek-v2"),
+    ("percent", "attend_on"): WHERE,
+    "gpu_batch_size": (2, 1),
+    "num_gpu_batches": (2, 1),
+    "buffers": (2, 1),
+    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "policy": (HALF, KEEPING_SOME, ALIKE),
+    "prefill_tokens": (1024, 24),
+    ("weight_codec", "compute"): ((PLAIN, EXACT), ("group8", INT8)),
+    "kv_codec": (PLAIN, "group4", "group8"),
+    "streams_are_quick": (False, True),  # tasks are over when they are asked, and are forgotten then
+}
+LENGTHS = (45, 26, 38)
+USUAL = Case("llama-gqa", WHERE[0][0], LENGTHS, 3, device=NAME, policy=HALF, attend_on=HOST)
+BY_PART = replace(USUAL, lengths=(30, 24, 45, 38, 27), gpu_batch_size=4, prefill_tokens=40)  # of the prompts
+LAUNCHES_OF_RANKS, LAUNCHES_OF_A_ROW = 15, 32
+COMING = replace(USUAL, lengths=(45, 26, 33, 38, 29))
+GROWTH = (3, 1, 4, 2, 3)
+
+
+@pytest.mark.parametrize("values", most_of(PLANS))
+def test_plans_equal_the_resident_loop_with_the_same_choice(
+    values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    values = dict(values)
+    checker.streams_are_quick = values.pop("streams_are_quick")
+    hold_contract(Case(lengths=LENGTHS, gen_len=3, device=NAME, **values), by_twins, offload)
+
+
+@pytest.mark.parametrize("policy", [HALF, HEADS_APART])
+def test_the_index_of_prompts_goes_home_part_by_part(
+    policy: tuple[tuple[str, Any], ...], by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    hold_contract(replace(BY_PART, policy=policy), by_twins, offload)
+    assert any(task.startswith("ATTEND") for task in checker.tasks)
+
+
+@pytest.mark.parametrize(("percent", "attend_on"), WHERE[:2])
+def test_it_matters_what_is_chosen(
+    percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    case = replace(USUAL, percent=percent, attend_on=attend_on)
+    hold_contract(case, by_twins, offload)
+    beside = case.beside(by_twins.spec(case))[0]
+    chosen, whole = (by_twins.resident_logits(each, (0, 1), beside) for each in (case, replace(case, policy=())))
+    assert torch.equal(chosen[0], whole[0]), "prompts are attended whole"
+    assert not torch.equal(chosen[1], whole[1])
+
+
+RUNNING = {
+    "kind": ("llama-gqa", "opt"),
+    ("percent", "attend_on"): WHERE[:3],
+    "num_gpu_batches": (2, 1),
+    "buffers": (2, 1),
+    "policy": (HALF, KEEPING_SOME),
+    "kv_codec": (PLAIN, "group4"),
+    "held": ((), HELD),
+}
+
+
+@pytest.mark.parametrize("values", most_of(RUNNING, share=ELSEWHERE))
+def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    stream.hold_contract(Case(lengths=COMING.lengths, device=NAME, **values), GROWTH, by_twins, offload)
+
+
+@pytest.mark.parametrize(("percent", "attend_on"), WHERE[:2])
+@pytest.mark.parametrize("kept", [(), (("kv_policy", "h2o"), ("heavy", 10), ("recent", 12))])
+def test_turns_of_a_conversation(
+    kept: tuple[tuple[str, object], ...],
+    percent: tuple[int, ...],
+    attend_on: str,
+    by_twins: Checkpoints,
+    offload: Path,
+    checker: Checker,
+) -> None:
+    policy = (*kept, ("kv_recall", 0.7))
+    case = Case("llama-gqa", percent, policy=policy, prefill_tokens=4, device=NAME, attend_on=attend_on)
+    with patch.object(talks, "TURNS", [[*turn, *turn[::-1]] for turn in talks.TURNS]):
+        talks.hold_contract(case, by_twins, offload)
+
+
+@pytest.mark.parametrize(("percent", "attend_on"), WHERE[:2])
+def test_rows_attend_what_they_share_whole(
+    percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    growth = (2, 1, 3, 1, 4, 2, 1)
+    case = LongBehind(
+        "llama-gqa", own=prefixes.OWN[:7], growth=growth, policy=HALF, percent=percent, attend_on=attend_on, device=NAME
+    )
+    prefixes.hold_contract(case, by_twins, offload)
+
+
+@pytest.mark.parametrize("case", [USUAL, BY_PART, replace(COMING, policy=KEEPING_SOME), replace(USUAL, kv_codec="group4")])
+def test_what_is_moved_is_predicted(case: Case, by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    """The index of prompts, too, where keys are not their own."""
+    moved = assert_moved_as_predicted(case, by_twins, offload)
+    whole = assert_moved_as_predicted(replace(case, policy=case.policy[:-1]), by_twins, offload)
+    assert (moved["store"] > whole["store"]) == (case.kv_codec == PLAIN)
+
+
+def test_the_host_waits_at_the_heads_alone(by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    """Not to rank slots, so that steps may be launched ahead."""
+    case = replace(USUAL, percent=WHERE[1][0], attend_on=DEVICE)
+    with case.open(by_twins, offload) as llm:
+        generate_with(llm, case)
+        head = len(llm.spec.layers) - 1
+    waited = {task for (task, *_) in checker.waited if task.startswith(("COMPUTE 1.", "COMPUTE 2."))}
+    assert waited == {f"COMPUTE {step}.{head}.{batch}" for step in (1, 2) for batch in (0, 1)}
+
+
+def test_launches_of_a_choice(checker: Checker) -> None:
+    """Ranks are made for all rows at once, beside kernels in Triton; without these a row takes many."""
+    q, keys, *numbers = drawn((3, 2, 2, 90, 64), torch.float32)
+    q, held, counts, codes, worth = (one.to(NAME) for one in (q, *numbers, index_of(keys).data, torch.rand(3, 2, 90)))
+
+    def launches(work: Callable[[], object]) -> int:
+        before = sum(checker.launched.values())
+        work()
+        return sum(checker.launched.values()) - before
+
+    def of_rows(rows: int) -> int:
+        index = KVSlots(codes[:rows], INDEX)
+        return launches(lambda: choose_slots_twin(q[:rows], index, held[:rows], counts[:rows], 40, ALWAYS))
+
+    assert launches(lambda: best_of(worth, held, counts, 40, ALWAYS, together=False)) == LAUNCHES_OF_RANKS
+    assert of_rows(3) - of_rows(2) == LAUNCHES_OF_A_ROW
+
+
+# -- faults that these tests find ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def an_index_stays_on_the_device() -> Iterator[None]:
+    with patch.object(SlotNotes, "tensors", property(lambda notes: () if notes.scores is None else notes.scores.tensors)):
+        yield
+
+
+@contextmanager
+def notes_of_parts_lie_in_one_place() -> Iterator[None]:
+    with patch.object(PromptPlaces, "start_of_notes", lambda *_: 0):
+        yield
+
+
+@contextmanager
+def index_one_token_behind() -> Iterator[None]:
+    with patch.object(KeyIndex, "_with_newest", lambda index, now, keys, codes: codes[: len(keys)]):
+        yield
+
+
+@contextmanager
+def rows_leave_their_index_behind() -> Iterator[None]:
+    with patch.object(KeyIndex, "copy_row", lambda *_: None):
+        yield
+
+
+GROWN = replace(USUAL, gen_len=24)  # until new tokens are no more among the newest
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        (an_index_stays_on_the_device, USUAL),
+        (index_one_token_behind, GROWN),
+        (index_one_token_behind, replace(GROWN, percent=WHERE[1][0])),
+        (notes_of_parts_lie_in_one_place, BY_PART),
+    ],
+)
+def test_what_goes_wrong_is_found(fault: Callable[[], Any], case: Case, by_twins: Checkpoints, offload: Path) -> None:
+    """By the tokens, or because it races."""
+    spec = by_twins.spec(case)
+    with used(TORCH):
+        for rows, beside in zip(case.batches(), case.beside(spec), strict=True):
+            by_twins.resident_logits(case, rows, beside)  # before the fault is there
+    with used(TORCH), checked() as checker:
+        with case.open(by_twins, offload) as llm, fault():
+            made = generate_with(llm, case)
+        try:
+            compare(case, by_twins, *made)
+        except AssertionError:
+            return
+    assert checker.faults
+
+
+@pytest.mark.parametrize(("percent", "attend_on"), WHERE[:2])
+def test_rows_that_leave_their_index_behind_are_found(
+    percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    case = replace(COMING, percent=percent, attend_on=attend_on, lengths=(45, 30, 62, 25, 38, 51, 28, 33))
+    growth = (4, 1, 6, 3, 5, 2, 3, 1)
+    for row, grown in enumerate(growth):  # before the fault is there
+        by_twins.resident_logits(replace(case, gen_len=grown), (row,))
+    with case.open(by_twins, offload) as llm, rows_leave_their_index_behind():
+        completions = stream.streamed(llm, stream.requests_of(case, growth))
+    with pytest.raises(AssertionError):
+        stream.compare_each_alone(case, growth, by_twins, completions)
+
+
+def test_nothing_is_chosen_before_it_attends(by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    """Only a disk needs to know before."""
+    with USUAL.open(by_twins, offload) as llm:
+        generate_with(llm, USUAL)
+        assert llm.stats is not None
+        ops = {span.key.op for span in llm.stats.last_block.trace.spans}
+    assert Op.ATTEND in ops and not {Op.CHOOSE, Op.LOAD_KV, Op.READ_KV} & ops
