@@ -92,7 +92,7 @@ class TokensRead:
             idle += own != NOWHERE
             idle[there] = 0
             taken = numpy.sort(idle.argpartition(self._most - need)[self._most - need :])
-            own[taken], idle[taken] = [*left[row].nonzero()[0], counts[row]], 0
+            own[taken], idle[taken] = numpy.append(left[row].nonzero()[0], counts[row]), 0
             now = (idle == 0).nonzero()[0]
             entries[row, own[now]] = place * self._most + now
             self._newest[place] = counts[row]
