@@ -122,11 +122,50 @@ static ALWAYS_INLINE void find_digit(const uint32_t *numbers, long count, counte
     by->mask |= by->digit << by->shift;
 }
 
+#if LANES == 16
+
+/* A register of numbers, of which those with the wanted bits are put side by side. */
+static ALWAYS_INLINE long put_wanted(const uint32_t *numbers, counted_bits by, uint32_t *out)
+{
+    const words here = LOAD(words, numbers), wanted = by.wanted - (words){0};
+    const __mmask16 which = _mm512_cmpeq_epi32_mask((__m512i)(here & by.mask), (__m512i)wanted);
+    const long count = __builtin_popcount(which);
+    _mm512_mask_storeu_epi32(out, (__mmask16)((1u << count) - 1), _mm512_maskz_compress_epi32(which, (__m512i)here));
+    return count;
+}
+
+static ALWAYS_INLINE long put_slots(long first, uint32_t which, int64_t *out)
+{
+    const words lanes = LANE_NUMBERS;
+    const __m512i slots = _mm512_maskz_compress_epi32((__mmask16)which, (__m512i)(lanes + (uint32_t)first));
+    const long count = __builtin_popcount(which);
+    const uint32_t there = (1u << count) - 1;
+    _mm512_mask_storeu_epi64(out, (__mmask8)there, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(slots)));
+    _mm512_mask_storeu_epi64(out + 8, (__mmask8)(there >> 8), _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(slots, 1)));
+    return count;
+}
+
+/* Of a register of slots those that are worth more than the lowest one, and the first of its equals, as many as are left. */
+static ALWAYS_INLINE long put_highest(const uint32_t *worth, long first, uint32_t lowest, long *equal, int64_t *out)
+{
+    const words here = LOAD(words, worth + first), limit = lowest - (words){0};
+    const uint32_t equals = _mm512_cmpeq_epi32_mask((__m512i)here, (__m512i)limit);
+    const uint32_t taken = _pdep_u32(*equal < LANES ? (1u << *equal) - 1 : ~0u, equals);
+    *equal -= __builtin_popcount(taken);
+    return put_slots(first, _mm512_cmpgt_epu32_mask((__m512i)here, (__m512i)limit) | taken, out);
+}
+
+#endif
+
 /* The numbers that have the wanted bits, which may come to lie where they lay. */
 static ALWAYS_INLINE long with_wanted(const uint32_t *numbers, long count, counted_bits by, uint32_t *out)
 {
-    long found = 0;
-    for (long at = 0; at < count; at++) {
+    long found = 0, at = 0;
+#if LANES == 16
+    for (; at + LANES <= count; at += LANES)
+        found += put_wanted(numbers + at, by, out + found);
+#endif
+    for (; at < count; at++) {
         const uint32_t number = numbers[at];
         out[found] = number;
         found += (number & by.mask) == by.wanted;
@@ -151,9 +190,13 @@ static ALWAYS_INLINE uint32_t lowest_chosen(const uint32_t *numbers, long count,
 
 static ALWAYS_INLINE void put_chosen(const uint32_t *worth, long held, long count, uint32_t *room, int64_t *out)
 {
-    long equal = count, chosen = 0;
+    long equal = count, chosen = 0, slot = 0;
     const uint32_t lowest = lowest_chosen(worth, held, room, &equal);
-    for (long slot = 0; slot < held && chosen < count; slot++) {
+#if LANES == 16
+    for (; slot + LANES <= held; slot += LANES)
+        chosen += put_highest(worth, slot, lowest, &equal, out + chosen);
+#endif
+    for (; slot < held && chosen < count; slot++) {
         const int is_equal = (worth[slot] == lowest) & (equal > 0);
         out[chosen] = slot;
         chosen += (worth[slot] > lowest) | is_equal;

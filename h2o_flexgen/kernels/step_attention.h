@@ -66,21 +66,24 @@ static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registe
     return room;
 }
 
-/* Has the first bytes of a slot come nearer, where the next ones that are read may lie anywhere. */
+/* Has the first bytes of a slot come nearer. */
 static ALWAYS_INLINE void await_slot(const char *slot, long bytes)
 {
     for (long at = 0; at < bytes; at += 64)
         __builtin_prefetch(slot + at);
 }
 
-#define AHEAD (2 * TOGETHER) /* slots that are on their way while one is read */
+#define AHEAD 96 /* slots that are on their way to the second cache while one is read: the first one could await few at a time */
 
 /* A slot of those that are attended: one after the other, or where they lie. */
 static ALWAYS_INLINE const char *attended(const slots *from, const int64_t *places, long row, long head, long number, long held,
                                           long bytes)
 {
-    if (places && number + AHEAD < held)
-        await_slot(slot_at(from, row, head, places[number + AHEAD]), bytes);
+    if (places && number + AHEAD < held) {
+        const char *slot = slot_at(from, row, head, places[number + AHEAD]);
+        for (long at = 0; at < bytes; at += 64)
+            __builtin_prefetch(slot + at, 0, 2);
+    }
     return slot_at(from, row, head, places ? places[number] : number);
 }
 
