@@ -200,6 +200,7 @@ class BestShares:
     case: Case
     plan: Plan
     seconds: float
+    is_thorough: bool = False  # solved with every choice of kinds of data that stay
 
 
 def _extended(one: Sequence[Bounds], others: Sequence[tuple[Sequence[Bounds], int]]) -> list[dict[str, float]]:
@@ -223,7 +224,7 @@ def solve_thoroughly(cases: Sequence[Case]) -> list[BestShares]:
     for answer in solve([case for case, _ in staying]):
         number = numbers[id(answer.case)]
         if number not in best or order(answer) < order(best[number]):
-            best[number] = replace(answer, case=cases[number])
+            best[number] = replace(answer, case=cases[number], is_thorough=True)
     return [best[number] for number in sorted(best)]
 
 
@@ -245,15 +246,21 @@ def solve(cases: Sequence[Case]) -> list[BestShares]:
     """The best answer for each case that has one."""
     best: dict[int, BestShares] = {}
     anchors = [_first_anchor(case) for case in cases]
+    left, known = list(range(len(cases))), dict[int, Plan]()
     for _ in range(ROUNDS):
-        plans = _solve_once(cases, anchors)
-        for number, (case, plan) in enumerate(zip(cases, plans)):
+        plans = dict(zip(left, _solve_once([cases[number] for number in left], [anchors[number] for number in left])))
+        left = [number for number, plan in plans.items() if known.get(number) != plan]  # the others would have it again
+        known.update(plans)
+        for number in left:
+            case, plan = cases[number], plans[number]
             needed = case.footprint(plan)
             anchors[number] = case.anchored(plan, needed)
             if case.limits.first_exceeded(needed) is None:
                 answer = BestShares(case, plan, seconds_at(case, plan))
                 if number not in best or order(answer) < order(best[number]):
                     best[number] = answer
+        if not left:
+            break
     for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
         plan = case.with_shares()
         if case.limits.first_exceeded(case.whole) is None and (

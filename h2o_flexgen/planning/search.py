@@ -10,13 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from math import ceil, log2
+from math import log2
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import DEVICE, HOST, Site
+from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
@@ -34,7 +34,7 @@ from h2o_flexgen.planning.linear_program import (
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, largest
+from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, largest, more_memory
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
@@ -51,6 +51,7 @@ LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit withi
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
 BUFFERS = (3, 4, 6, 8)  # numbers of buffers that are tried, one after the other, where none is given
+WITH_BUFFERS = 4  # plans, the best that were simulated, that are tried with as many buffers as the best has
 WORTH_BUFFERS = 0.005  # share of the speed that more buffers must promise; they bring more, and take memory
 NEAR = 0.05  # plans this near to each other are equal: then the one that ends its block sooner wins
 
@@ -172,18 +173,14 @@ def _search(problem: SearchProblem) -> SearchResult:
     answers, cases = _answers(problem)
     if not answers:
         raise NoPlan(nearest_miss(problem))
-    chosen, front = _simulated(problem, answers)
-    everything = sorted({one.plan: one for one in (*chosen, *front)}.values(), key=lambda one: _order(problem, one))
-    in_time = [one for one in everything if problem.latency_limit is None or one.block_seconds <= problem.latency_limit]
-    near = _near_the_best(problem, in_time)
-    best = _chosen_of_equals(problem, near)
-    refined = _with_more_buffers(problem, _in_larger_parts(problem, best))
+    tried = _tried(problem, answers)
+    best, near, in_time = tried.chosen.candidate, tried.near, [trial.candidate for trial in tried.in_time]
     return SearchResult(
-        best=refined,
+        best=best,
         runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
-        front=_front([*everything, refined]),
+        front=_front(trial.candidate for trial in tried.best_of.values()),
         cases=cases,
-        equals=len(near) - 1,
+        equals=min(len(near), SIMULATED) - 1,
     )
 
 
@@ -206,37 +203,144 @@ def _soonest_seconds(problem: SearchProblem, base: Plan) -> float:
     return predict(problem.largest(plan), problem.machine).block_seconds
 
 
-def _simulated(problem: SearchProblem, answers: Sequence[BestShares]) -> tuple[list[Candidate], list[Candidate]]:
+# -- what is simulated -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was simulated, and the program's answer that it is. No lane waits in what the program promises, so no number
+    of buffers makes these shares faster than that."""
+
+    answer: BestShares
+    candidate: Candidate
+
+
+@dataclass(frozen=True)
+class TriedPlans:
+    """All that was simulated: of each block the best plan."""
+
+    problem: SearchProblem
+    best_of: dict[Plan, Trial] = field(default_factory=dict)
+    numbers_tried: set[tuple[Plan, int]] = field(default_factory=set)  # numbers of buffers for blocks
+    refined: set[Plan] = field(default_factory=set)  # blocks of which more buffers were tried, one number after the other
+
+    @property
+    def in_time(self) -> list[Trial]:
+        """The best first."""
+        limit = self.problem.latency_limit
+        found = [one for one in self.best_of.values() if limit is None or one.candidate.block_seconds <= limit]
+        return sorted(found, key=lambda trial: _order(self.problem, trial.candidate))
+
+    @property
+    def near(self) -> list[Trial]:
+        """Those that count as equal to the best."""
+        found = self.in_time
+        first = _order(self.problem, found[0].candidate)[0]
+        return [one for one in found if abs(_order(self.problem, one.candidate)[0] - first) <= NEAR * abs(first)]
+
+    @property
+    def chosen(self) -> Trial:
+        if self.problem.prefer == LATENCY:  # among plans that end about as soon, the one that does most meanwhile
+            return max(self.near, key=lambda one: one.candidate.tokens_per_second)
+        return min(self.near, key=lambda one: (one.candidate.block_seconds, _order(self.problem, one.candidate)))
+
+    def could_be_better(self, answer: BestShares, than: Trial | None) -> bool:
+        """Whether an answer promises more than another has been seen to do: it never promises less than can be had."""
+        return than is None or _promise(self.problem, answer) < _order(self.problem, than.candidate)[0]
+
+    def simulated(self, answer: BestShares, thoroughly: bool = True) -> Trial:
+        block = _block_of(self.problem, answer.plan)
+        if block not in self.best_of:
+            if thoroughly and not answer.is_thorough:
+                answer = next(map(partial(_faster, answer), solve_thoroughly([answer.case])), answer)
+            self.best_of[block] = self._trial(_in_larger_parts(self.problem, answer))
+        return self.best_of[block]
+
+    def _trial(self, answer: BestShares) -> Trial:
+        return Trial(answer, Candidate(answer.plan, self.problem.predict(answer.plan)))
+
+    def refine(self, trial: Trial) -> Trial:
+        """The same block with more visits under way at once, as long as that is worth it: a disk that has read the few experts
+        of a slice may otherwise wait for an attention to end. One that has got many at once may be faster with fewer."""
+        self.refined.add(_block_of(self.problem, trial.answer.plan))
+        numbers, now = self.problem.buffers, trial.answer.plan.buffers
+        for some in (filter(now.__lt__, numbers), filter(now.__gt__, reversed(numbers))):
+            for buffers in some:
+                if (other := self.with_buffers(trial, buffers)) is trial:
+                    break
+                trial = other
+        return trial
+
+    def with_buffers(self, trial: Trial, buffers: int, than: Trial | None = None) -> Trial:
+        """The same block with so many buffers, if it is faster with these. Buffers take memory, so shares are found anew. The
+        program does not model waiting: what it promises is the most that buffers can bring. Where little is missing of that,
+        or where it is not better than another that is known, none are tried."""
+        before, block = trial.candidate, _block_of(self.problem, trial.answer.plan)
+        if (block, buffers) in self.numbers_tried or before.block_seconds <= (1 + WORTH_BUFFERS) * trial.answer.seconds:
+            return trial
+        self.numbers_tried.add((block, buffers))
+        answer = next(iter(solve_thoroughly([with_buffers(trial.answer.case, buffers)])), None)
+        if answer is None or not self.could_be_better(answer, than) or not self.problem.fits(answer.plan):
+            return trial
+        other = self._trial(answer)
+        was, now = (_order(self.problem, one)[0] for one in (before, other.candidate))
+        if was - now < WORTH_BUFFERS * abs(was) or other.candidate.block_seconds > before.block_seconds:
+            return trial
+        self.best_of[block] = other
+        return other
+
+
+def _block_of(problem: SearchProblem, plan: Plan) -> Plan:
+    """What tells blocks apart: sizes, codecs and all else that is searched, without shares, buffers and parts of prompts."""
+    whole = {"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE}
+    return replace(plan, **whole, buffers=problem.plan.buffers, prefill_tokens=problem.plan.prefill_tokens)  # type: ignore[arg-type]
+
+
+def _tried(problem: SearchProblem, answers: Sequence[BestShares]) -> TriedPlans:
     """The most promising plans and those of the front, simulated. A simulation takes longer than the program says: if none of
     them ends in time, plans that promise to end sooner are next."""
     ranked = sorted(answers, key=lambda answer: _rank(problem, answer))
-    limit, known = problem.latency_limit, dict[Plan, Candidate]()
-
-    def simulated(answer: BestShares) -> Candidate:
-        if answer.plan not in known:
-            known[answer.plan] = Candidate(answer.plan, problem.predict(answer.plan))
-        return known[answer.plan]
-
+    limit, tried = problem.latency_limit, TriedPlans(problem)
     for part in LATENCY_MARGINS:
         in_time = [answer for answer in ranked if limit is None or answer.seconds <= part * limit]
         if not in_time:
             break
         chosen = _promising(problem, in_time)
-        candidates = [simulated(answer) for answer in chosen]
-        for answer in in_time[:SIMULATED_AT_MOST]:
-            if _promise(problem, answer) >= min(_order(problem, one)[0] for one in candidates):
-                break  # it never promises less than can be had
-            candidates.append(simulated(answer))
-        if limit is None or any(one.block_seconds <= limit for one in candidates):
-            front = _front_answers(problem, answers, chosen) if problem.with_front else ()
-            return candidates, [simulated(answer) for answer in front]
-    soonest = _with_more_buffers(problem, simulated(min(answers, key=lambda answer: answer.seconds)))
-    if limit is not None and soonest.block_seconds <= limit:
-        return [soonest], []
+        _try(tried, chosen, in_time[:SIMULATED_AT_MOST])
+        if tried.in_time:
+            for answer in _front_answers(problem, answers, chosen) if problem.with_front else ():
+                tried.simulated(answer, thoroughly=False)
+            _settle(tried)
+            return tried
+    soonest = tried.refine(tried.simulated(min(answers, key=lambda answer: answer.seconds)))
+    if limit is not None and soonest.candidate.block_seconds <= limit:
+        return tried
     raise NoPlan(
-        f"no plan ends a block within {limit:g} s; the fastest needs {soonest.block_seconds:.3g} s: "
+        f"no plan ends a block within {limit:g} s; the fastest needs {soonest.candidate.block_seconds:.3g} s: "
         "give more time, fewer tokens, or more memory"
     )
+
+
+def _try(tried: TriedPlans, chosen: Sequence[BestShares], further: Sequence[BestShares]) -> None:
+    """Simulates what is chosen, tries more buffers for the best of it, and simulates further ones that may still be better.
+    Of all these, a few that may still be better than the best are tried with as many buffers as that has."""
+    for answer in chosen:
+        tried.simulated(answer)
+    best = next(map(tried.refine, tried.in_time), None)
+    for answer in further:
+        if tried.could_be_better(answer, best):
+            tried.simulated(answer)
+    for trial in tried.in_time[:WITH_BUFFERS] if tried.problem.buffers else ():
+        best = tried.in_time[0]
+        buffers = max(best.answer.plan.buffers, tried.problem.buffers[0])
+        if trial.answer.plan.buffers < buffers and tried.could_be_better(trial.answer, best):
+            tried.with_buffers(trial, buffers, best)
+
+
+def _settle(tried: TriedPlans) -> None:
+    """Tries more buffers for the plan that is chosen, until one is chosen for which they were tried."""
+    while _block_of(tried.problem, tried.chosen.answer.plan) not in tried.refined:
+        tried.refine(tried.chosen)
 
 
 # -- what is tried ---------------------------------------------------------------------------------------------------------
@@ -373,57 +477,26 @@ def _promising(problem: SearchProblem, ranked: Sequence[BestShares]) -> list[Bes
 
 
 def rule_of(problem: SearchProblem) -> str:
-    """The rule by which the plan is chosen, in words: what `_near_the_best` and `_chosen_of_equals` do."""
+    """The rule by which the plan is chosen, in words: what `TriedPlans.near` and `TriedPlans.chosen` do."""
     if problem.prefer == LATENCY:
         return f"of plans with a latency within {NEAR:.0%} of the lowest, which count as equal, the one with most tokens/s"
     return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one with the lowest latency"
 
 
-def _near_the_best(problem: SearchProblem, ordered: Sequence[Candidate]) -> list[Candidate]:
-    first = _order(problem, ordered[0])[0]
-    return [one for one in ordered if abs(_order(problem, one)[0] - first) <= NEAR * abs(first)]
-
-
-def _chosen_of_equals(problem: SearchProblem, near: Sequence[Candidate]) -> Candidate:
-    if problem.prefer == LATENCY:  # among plans that end about as soon, the one that does most meanwhile
-        return max(near, key=lambda one: one.tokens_per_second)
-    return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))
-
-
-def _in_larger_parts(problem: SearchProblem, best: Candidate) -> Candidate:
-    """The same plan, with so many tokens of prompts computed at once that an expert of a mixture meets as many of them as other
-    matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nothing waits for a
-    part, since a prompt's layer is over when all its parts are; and a size other than the usual one stays."""
-    share = min(share for layer in problem.model(best.plan).layers for _, share in layer.products)
-    if best.plan.prefill_tokens != Plan.prefill_tokens:
-        return best
-    doublings = round(log2(min(LARGER_PARTS, 1 / share)))
-    larger = (best.plan.prefill_tokens << power for power in range(doublings, 0, -1))
-    plan = next((plan for tokens in larger if problem.fits(plan := replace(best.plan, prefill_tokens=tokens))), None)
-    other = best if plan is None else Candidate(plan, problem.predict(plan))
-    return min(best, other, key=partial(_order, problem))
-
-
-def _with_more_buffers(problem: SearchProblem, best: Candidate) -> Candidate:
-    """The same block with more visits under way at once, where that is worth it: a disk that has read the few experts of a
-    slice may otherwise wait for an attention to end. Buffers take memory, so shares are found anew. The program does not model
-    waiting: what it promises is the most that buffers can bring, and where little is missing of that, none are tried."""
-    if not problem.buffers:
-        return best
-    case = _case(problem, problem.model(best.plan), best.plan)
-    most = (1 + WORTH_BUFFERS) * seconds_at(case, best.plan)
-    for buffers in filter(best.plan.buffers.__lt__, problem.buffers):
-        if best.block_seconds <= most:
-            break
-        plan = next((answer.plan for answer in solve_thoroughly([with_buffers(case, buffers)])), None)
-        if plan is None or not problem.fits(plan):
-            break
-        other = Candidate(plan, problem.predict(plan))
-        before, now = (_order(problem, one)[0] for one in (best, other))
-        if before - now < WORTH_BUFFERS * abs(before) or other.block_seconds > best.block_seconds:
-            break
-        best = other
-    return best
+def _in_larger_parts(problem: SearchProblem, answer: BestShares) -> BestShares:
+    """The same shares, with so many tokens of prompts computed at once that an expert of a mixture meets as many of them as
+    other matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nothing waits
+    for a part, since a prompt's layer is over when all its parts are; and a size other than the usual one stays."""
+    spec = problem.model(answer.plan)
+    if answer.plan.prefill_tokens != Plan.prefill_tokens:
+        return answer
+    doublings = round(log2(min(LARGER_PARTS, 1 / min(share for layer in spec.layers for _, share in layer.products))))
+    larger = (answer.plan.prefill_tokens << power for power in range(doublings, 0, -1))
+    plan = next((plan for tokens in larger if problem.fits(plan := replace(answer.plan, prefill_tokens=tokens))), None)
+    if plan is None:
+        return answer
+    case = _case(problem, spec, plan)
+    return min(answer, BestShares(case, plan, seconds_at(case, plan)), key=lambda one: one.seconds)
 
 
 def _front_answers(problem: SearchProblem, answers: Sequence[BestShares], known: Sequence[BestShares]) -> list[BestShares]:
@@ -465,13 +538,6 @@ def _smallest(problem: SearchProblem) -> Iterator[Plan]:
         yield from _offloaded(problem, offloaded)
 
 
-MEMORY_FLAGS = {DEVICE: "--gpu-mem", HOST: "--cpu-mem"}
-
-
-def _as_flag(tier: str, need: int) -> str:
-    return f" ({MEMORY_FLAGS[tier]} {ceil(need / 1e6)}MB)" if tier in MEMORY_FLAGS else ""
-
-
 def nearest_miss(problem: SearchProblem) -> str:
     """What the smallest of all plans lacks."""
     misses = []
@@ -486,5 +552,5 @@ def nearest_miss(problem: SearchProblem) -> str:
     more, tier, need, limit = min(misses)
     return (
         f"no plan fits: even one row with everything offloaded needs {format_bytes(need)} on {tier}, "
-        f"and the limit is {format_bytes(limit)}; give {format_bytes(more)} more on {tier}{_as_flag(tier, need)}"
+        f"and the limit is {format_bytes(limit)}; {more_memory(tier, more, need)}"
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from math import ceil
 from typing import TypeVar
 
 from h2o_flexgen.core.allowed_values import AUTO, Bounds
@@ -111,14 +112,31 @@ def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
         found = [_smaller_with_less(asked, limits, tier)]
     if tier == DISK and any(found):
         found.append("an offload_dir with more room")
-    return "would fit: " + " or ".join(found) if any(found) else f"no smaller batch or share fits: {MORE[tier or HOST]}"
+    if any(found):
+        return "would fit: " + " or ".join(found)
+    return f"no smaller batch or share fits: {_lacking(asked, limits, tier or HOST)}"
 
 
-MORE = {
-    DEVICE: "give more memory of the device, or a smaller model",
-    HOST: "give more memory",
-    DISK: "free some space on the disk, or give an offload_dir on a larger one",
-}
+def _lacking(asked: WorkloadPlan, limits: MemoryLimits, tier: str) -> str:
+    """What the smallest of the plans that were tried lacks: on this tier, or else where what left it would go."""
+    plan, misses = replace(asked.plan, gpu_batch_size=min(_halves(asked.plan.gpu_batch_size), default=1)), []
+    for one in (plan, *_with_less(plan, tier, 0.5), *_with_less(plan, tier, 0.0)):
+        needed = replace(asked, plan=one).footprint
+        least = tier if limits.room(needed, tier) < 0 else limits.first_exceeded(needed) or tier
+        need = limits.needs(needed, least)
+        misses.append((need - (limits.of(least) or 0), need, least))
+    more, need, least = min(misses)
+    larger = f"free {format_bytes(more)} more there, or give an offload_dir on a larger disk"
+    return f"the smallest needs {format_bytes(need)} on {least}; {larger if least == DISK else more_memory(least, more, need)}"
+
+
+MEMORY_FLAGS = {DEVICE: "--gpu-mem", HOST: "--cpu-mem"}
+
+
+def more_memory(tier: str, more: int, need: int) -> str:
+    """What to give where a plan that needs so much lacks so many bytes of it."""
+    flag = f" ({MEMORY_FLAGS[tier]} {ceil(need / 1e6)}MB)" if tier in MEMORY_FLAGS else ""
+    return f"give {format_bytes(more)} more on {tier}{flag}"
 
 
 def _smaller_with_less(asked: WorkloadPlan, limits: MemoryLimits, tier: str | None) -> str:

@@ -23,6 +23,7 @@ from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
+from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.drafts import Drafts
 from h2o_flexgen.engine.generate import Stream, job_of
@@ -62,7 +63,7 @@ from h2o_flexgen.planning.working_space import (
     picking_bytes,
     working_bytes,
 )
-from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan, what_would_fit
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.params import SamplingParams
@@ -934,17 +935,27 @@ def test_a_refusal_says_where_a_plan_without_graphs_would_fit() -> None:
         assert ("graphs off" in str(caught.value)) == is_named
 
 
-@pytest.mark.parametrize(
-    ("tier", "advice"),
-    [(DEVICE, "give more memory of the device"), (HOST, "give more memory"), (DISK, "free some space on the disk, or give an")],
-)
-def test_where_nothing_fits_the_tier_that_is_too_small_is_to_be_larger(tier: str, advice: str) -> None:
+@pytest.mark.parametrize(("tier", "flag"), [(DEVICE, "--gpu-mem"), (HOST, "--cpu-mem")])
+def test_where_nothing_fits_it_is_said_with_how_much_something_would(tier: str, flag: str) -> None:
     request = request_of((30, 30, 30, 30, 30, 30), accelerator=True)
-    request = replace(request, plan=replace(request.plan, gpu_batch_size=1))
-    needed = request.footprint
-    limits = MemoryLimits(**{**{other: needed.total(other) for other in (DEVICE, HOST)}, tier: 1})
-    with pytest.raises(ValueError, match=rf"on {tier} .*no smaller batch or share fits: {advice}"):
-        request.refuse_what_does_not_fit(limits)
+    with pytest.raises(ValueError, match=rf"on {tier} .*no smaller batch or share fits: the smallest needs ") as told:
+        request.refuse_what_does_not_fit(MemoryLimits(**{tier: 1}))
+    said = rf"the smallest needs (.*?) on {tier}; give (.*?) more on {tier} \({flag} (\d+)MB\)$"
+    need, more, enough = re.findall(said, str(told.value))[0]
+    assert need == more, "the limit is a byte"
+    assert parse_bytes(need.replace(" ", "")) == pytest.approx(1e6 * int(enough), rel=0.01)
+    assert "would fit: " in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * int(enough)}))
+    assert "the smallest needs" in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * (int(enough) - 1)}))
+
+
+def test_a_full_disk_is_to_be_larger_by_what_is_said() -> None:
+    request = request_of((0, 30, 0, 30, 0, 30), accelerator=False)
+    limits = MemoryLimits(host=request.footprint.total(HOST), disk=1)
+    said = r"the smallest needs (.*) on disk; free (.*) more there, or give an offload_dir on a larger disk$"
+    need, more = re.findall(said, what_would_fit(request, limits))[0]
+    assert need == more, "the limit is a byte"
+    enough = int(1.01 * parse_bytes(need.replace(" ", "")))  # two decimals are shown
+    assert "would fit: " in what_would_fit(request, replace(limits, disk=enough))
 
 
 def test_too_small_a_disk_is_named_by_its_folder() -> None:

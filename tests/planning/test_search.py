@@ -17,10 +17,10 @@ from h2o_flexgen.core.seats import SeatNeed
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.models import create_model
+from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.footprint import MemoryLimits
-from h2o_flexgen.planning.machine import Curve
+from h2o_flexgen.planning.machine import Curve, find_machine
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
 from h2o_flexgen.planning.search import (
@@ -494,3 +494,42 @@ def test_more_slots_keep_a_latency_limit_that_two_do_not() -> None:
     with pytest.raises(NoPlan):
         search(replace(asked, buffers=(), latency_limit=limit))
     assert search(replace(asked, latency_limit=limit)).best.block_seconds <= limit
+
+
+def on_a_t4(**changes: Any) -> SearchProblem:
+    """Blocks of OPT-6.7B: of two that are about equal with two buffers, one is a fifth faster with three."""
+    config = known_config("facebook/opt-6.7b")
+    assert config is not None
+    whole = create_model(config, "float16").spec
+    cut = whole.cut_at_attention()
+    asked = problem(
+        True,
+        MemoryLimits(device=15_180_000_000),
+        model=lambda plan: cut if plan.attend_on == HOST else whole,
+        machine=find_machine("t4-gcp"),
+        prompt_len=512,
+        gen_len=32,
+        attend_on=(DEVICE, HOST),
+        batch_sizes=(8, 16),
+        batches=(1,),
+        buffers=BUFFERS,
+        with_front=False,
+    )
+    return replace(asked, **changes)
+
+
+def test_what_counts_as_equal_is_as_fast_as_the_best_with_its_buffers() -> None:
+    found = search(on_a_t4())
+    assert found.best.plan.buffers == 3 and found.runners_up
+    least = (1 - NEAR) * found.best.tokens_per_second
+    equal, others = found.runners_up[: found.equals], found.runners_up[found.equals :]
+    assert all(one.tokens_per_second >= least for one in equal) and all(one.tokens_per_second < least for one in others)
+
+
+def test_what_is_found_with_a_number_of_buffers_is_found_where_that_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though few answers of the program are solved thoroughly before any is simulated."""
+    monkeypatch.setattr(search_module, "REFINED", 1)
+    free = search(on_a_t4()).best
+    given = search(on_a_t4(plan=Plan(buffers=free.plan.buffers), buffers=())).best
+    assert given.plan.buffers == free.plan.buffers
+    assert given.tokens_per_second >= 0.99 * free.tokens_per_second
