@@ -11,7 +11,7 @@ from h2o_flexgen.cli.report import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted, together
 from h2o_flexgen.cli.report.summary import after_first_layers
 from h2o_flexgen.cli.run_request import MadeUpPrompts, RunRequest
-from h2o_flexgen.cli.slow import compute_reason, plan_reasons, say_slow
+from h2o_flexgen.cli.slow import buffers_reason, compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.workload import Workload, longest_part
 from h2o_flexgen.engine.progress import Progress
@@ -172,6 +172,8 @@ class RunJob:
         say_slow(plan_reasons(self.planned, self.plan_report.arithmetic))
         if self._known_machine is not None:
             say_slow(compute_reason(self.planned.blocks.first, self._known_machine))
+        if self._known_machine is not None and isinstance(self.request.plan, Plan):
+            say_slow(buffers_reason(self.planned, self._known_machine, self.llm.limits))
 
     @cached_property
     def _known_machine(self) -> Machine | None:

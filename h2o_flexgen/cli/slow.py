@@ -18,13 +18,16 @@ from h2o_flexgen.formats.kernel_table import CPU, EXACT, INT8, PRODUCTS, TORCH, 
 from h2o_flexgen.kernels.functions import why_launches_are_slow
 from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, unbuilt, variants
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.planning.predict import BlockPrediction, with_fewer_blocks
+from h2o_flexgen.planning.search import BUFFERS, WORTH_BUFFERS
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 SLOW = "slow"  # the first word of each line
 WORTH_SAYING: Mapping[str, float] = {INT8: 1.3, EXACT: 1.1}  # times that other products must be faster to be named
+WORTH_MORE_BUFFERS = 1.1  # the same of more buffers
 NO_KERNELS = (
     "no kernels in C were built, and what takes their place in torch is slower; get a C compiler (`apt install gcc` or "
     "`dnf install gcc`), and install again, from a checkout with `pip install -e .`"
@@ -96,6 +99,25 @@ def compute_reason(first: BlockPlan, machine: Machine) -> Iterator[str]:
         yield f"products are exact; --compute {INT8} {gain}; it rounds activations to 8 bits"
     else:
         yield f"products are in 8 bits; exact ones {gain}; leave --compute {INT8} out"
+
+
+def buffers_reason(planned: WorkloadPlan, machine: Machine, limits: MemoryLimits) -> Iterator[str]:
+    """The reason that the lanes of a plan that was given wait for each other, if the machine's profile says that more buffers
+    would mend it, and there is room for them."""
+    first = planned.blocks.first
+    is_streamed = any(map(first.schedule.traffic.moves_weights, range(len(first.spec.layers))))
+    if planned.plan.buffers == 1 or planned.plan.has_own_buffers or not is_streamed:
+        return
+    own = best = _seconds(first, machine)
+    enough = planned.plan.buffers
+    for buffers in filter(enough.__lt__, BUFFERS):
+        more = replace(planned, plan=replace(planned.plan, buffers=buffers))
+        if not more.fits(limits) or (seconds := _seconds(more.blocks.first, machine)) > (1 - WORTH_BUFFERS) * best:
+            break
+        best, enough = seconds, buffers
+    if own >= WORTH_MORE_BUFFERS * best:
+        gain = f"would be {own / best:.1f} times as fast, says the profile of {machine.name}"
+        yield f"the plan has {planned.plan.buffers} buffers, and lanes wait for them; --buffers {enough} {gain}"
 
 
 def experts_reason(first: BlockPlan, is_talk: bool = False) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import (
     NO_KERNELS,
     NO_TRITON,
+    buffers_reason,
     compute_reason,
     experts_reason,
     kernel_reasons,
@@ -19,16 +22,21 @@ from h2o_flexgen.cli.slow import (
     unguessed_reason,
     unread_reason,
 )
-from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.site import HOST, Site
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats import kernel_table
 from h2o_flexgen.formats.kernel_table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.predict import predict
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from tests.cli.test_arithmetic import TABLE
 from tests.helpers.inverted import rows_of
 from tests.planning.test_pricing import MACHINE
-from tests.planning.worlds import block_of, tiny_spec, with_experts
+from tests.planning.test_search import LARGE, WAITING
+from tests.planning.worlds import block_of, of_slices, tiny_spec, with_experts
 
 BUILT = ("avx512vnni", "avx512", "avx2", "baseline")
 
@@ -158,6 +166,43 @@ def test_rounded_products_are_named_where_exact_ones_are_faster() -> None:
 )
 def test_otherwise_nothing_is_said_of_products(planned: BlockPlan, known: Machine) -> None:
     assert list(compute_reason(planned, known)) == []
+
+
+def streamed(percent: tuple[float, ...] = (0, 10, 0, 100, 0, 100), **changes: Any) -> WorkloadPlan:
+    """A mixture of which several slices are read while an attention is computed."""
+    plan = Plan.create(gpu_batch_size=8, **changes).with_percent(percent).at(Site())
+    return WorkloadPlan(of_slices(LARGE, 8), plan, Workload.uniform(8, 20, 10), Site())
+
+
+def test_more_buffers_are_named_where_lanes_wait_for_them_and_there_is_room() -> None:
+    given = streamed()
+    (line,) = buffers_reason(given, WAITING, MemoryLimits())
+    said = (
+        r"the plan has 2 buffers, and lanes wait for them; --buffers (\d) would be (.+) times as fast, says the profile of .+"
+    )
+    match = re.match(said, line)
+    assert match, line
+    more = streamed(buffers=int(match[1]))
+    gain = predict(given, WAITING).total_seconds / predict(more, WAITING).total_seconds
+    assert gain > 1.1 and float(match[2]) == pytest.approx(gain, abs=0.1)
+    room = streamed(buffers=3).footprint.total(HOST)
+    (line,) = buffers_reason(given, WAITING, MemoryLimits(host=room))
+    assert "--buffers 3 would be" in line
+    assert list(buffers_reason(given, WAITING, MemoryLimits(host=room - 1))) == []
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [
+        streamed(buffers=8),
+        streamed(buffers=1),
+        streamed(schedule="flexgen_barrier"),
+        streamed((0, 100, 0, 100, 0, 100)),
+    ],
+    ids=["as many as help", "no overlap", "of the schedule", "nothing moves"],
+)
+def test_otherwise_nothing_is_said_of_buffers(planned: WorkloadPlan) -> None:
+    assert list(buffers_reason(planned, WAITING, MemoryLimits())) == []
 
 
 def experts(
