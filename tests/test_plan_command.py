@@ -242,6 +242,23 @@ def test_attention_beside_the_data_is_a_flag_of_the_run_command(command: Any, ma
     assert any(line.startswith("run ") and "--cpu-cache-compute" in line for line in result.out)
 
 
+def test_every_row_of_its_tables_can_be_typed_and_is_priced_as_it_says(command: Any, machines: dict[str, Path]) -> None:
+    """Some rows attend on the host, which no share says."""
+    slow = replace(Machine.load(machines["accelerator"]), host_to_device_per_s=2e7, device_to_host_per_s=2e7)
+    slow.save(file := machines["accelerator"].with_name("slower-link.yaml"))
+    work = ("--prompt-len", 64, "--gen-len", 4, "--gpu-batch-size", 8, "--gpu-mem", "1.5GB")
+    found = command(*work, model="facebook/opt-1.3b", machine=file)
+    rows = [*found.json["runners_up"], *found.json["front"]]
+    lines = [line for line in found.out if "--percent" in line and not line.startswith(("run ", "{"))]
+    assert len(lines) == len(rows)
+    for line, row in zip(lines, rows):
+        assert line[line.index("--percent") :] in shlex.join(row["flags"])
+    row = next(one for one in rows if one["attend_on"] == "host")
+    again = command("--evaluate", *row["flags"][2:], model="facebook/opt-1.3b", machine=file).json
+    assert again["predicted"]["tokens_per_second"] == pytest.approx(row["tokens_per_second"], abs=1e-3)
+    assert plan_in(again) == plan_in(row)
+
+
 # -- a plan that is given ------------------------------------------------------------------------------------------------
 
 GIVEN = ("--evaluate", "--percent", 20, 30, 0, 50, 100, 0, "--gpu-batch-size", 3, "--num-gpu-batches", 2)

@@ -61,7 +61,7 @@ class PlanRequest:
         """The flags that ask the run command for this plan, without those that are its defaults."""
         number = () if self.num_prompts is None else ("--num-prompts", str(self.num_prompts))
         work = (*number, "--prompt-len", str(self.prompt_len), "--gen-len", str(self.gen_len))
-        return [*self.model_flags, *work, *_plan_flags(plan), *self.head_flags, *self.site_flags]
+        return [*self.model_flags, *work, *plan_flags(plan), *self.head_flags, *self.site_flags]
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
@@ -118,7 +118,7 @@ def _refuse(flags: Namespace) -> None:
 # -- a plan as flags -------------------------------------------------------------------------------------------------------
 
 
-def _plan_flags(plan: Plan) -> Iterator[str]:
+def plan_flags(plan: Plan) -> Iterator[str]:
     """What differs from the defaults, and the sizes, which a run may else search. What files hold is passed on as typed."""
     yield from ("--percent", *(f"{share:g}" for share in plan.percent))
     if plan.buffers == 1:

@@ -10,19 +10,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
-from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.cli.plan_request import PlanRequest, plan_flags
 from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
 from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport, Predicted
-from h2o_flexgen.cli.slow import compute_reason, plan_reasons, say_slow
+from h2o_flexgen.cli.slow import buffers_reason, compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import set_threads
-from h2o_flexgen.formats.kernel_table import EXACT
-from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint
@@ -55,6 +53,8 @@ def work(request: PlanRequest) -> None:
     say(lines)
     say_slow(plan_reasons(report.planned, report.plan_report.arithmetic))
     say_slow(compute_reason(report.first, report.problem.machine))
+    if not report.is_searched:
+        say_slow(buffers_reason(report.planned, report.problem.machine, report.problem.limits))
     print(json.dumps(document), flush=True)
 
 
@@ -194,38 +194,35 @@ class FoundReport:
         entries = [
             entry("searched", f"{found.cases} sizes and codecs in {seconds:.1f} s", cases=found.cases, search_seconds=seconds),
             entry("chosen", rule_of(self.problem)),
-            *_candidates("counted as equal to it:", equal),
-            *_candidates("next best:", others),
-            noted(runners_up=[document_of(candidate_entries(one)) for one in found.runners_up]),
-            *_candidates("from the soonest end to most tokens per second:", found.front),
-            noted(front=[document_of(candidate_entries(one)) for one in found.front]),
+            *self._table("counted as equal to it:", equal),
+            *self._table("next best:", others),
+            noted(runners_up=[*map(self._as_row, found.runners_up)]),
+            *self._table("from the soonest end to most tokens per second:", found.front),
+            noted(front=[*map(self._as_row, found.front)]),
         ]
         yield from entries if self.is_searched else (noted(**document_of(entries)),)
 
+    def _as_row(self, one: Candidate) -> dict[str, object]:
+        return {**document_of(candidate_entries(one)), "flags": self.request.run_flags(one.plan)}
 
-def _candidates(title: str, candidates: Sequence[Candidate]) -> Iterator[Entry]:
-    if candidates:
-        yield told("", title, *table_of([candidate_entries(one) for one in candidates]))
+    def _table(self, title: str, candidates: Sequence[Candidate]) -> Iterator[Entry]:
+        if candidates:
+            yield told("", title, *table_of([candidate_entries(one) for one in candidates]))
 
 
 def candidate_entries(one: Candidate) -> list[Entry]:
-    """A row of a table of plans; the labels are its head."""
+    """A row of a table of plans; the labels are its head. The last column is what is typed to have the plan."""
     plan, prediction = one.plan, one.prediction
-    kept = "as they are" if plan.weight_codec == plan.kv_codec == PLAIN else f"{plan.weight_codec}, {plan.kv_codec}"
-    kept += "" if plan.compute == EXACT else f"; {plan.compute}"
     prefill, block, rate = prediction.prefill_seconds, one.block_seconds, one.tokens_per_second
-    sizes = f"{plan.gpu_batch_size} x {plan.num_gpu_batches}"
-    percent = list(plan.percent)
     return [
-        entry("block", sizes, gpu_batch_size=plan.gpu_batch_size, num_gpu_batches=plan.num_gpu_batches),
-        entry("percent", " ".join(f"{share:g}" for share in percent), percent=percent),
-        entry("buffers", str(plan.buffers), slots=plan.buffers),
-        entry("weights, KV as", kept, weight_codec=plan.weight_codec, kv_codec=plan.kv_codec, compute=plan.compute),
-        noted(attend_on=plan.attend_on),
         entry("all prefills s", f"{prefill:.3f}", prefill_seconds=round(prefill, 6)),
         entry("s/step", f"{prediction.step_seconds:.4f}", decode_seconds=round(prediction.decode_seconds, 6)),
         entry("tokens/s", f"{rate:.3f}", tokens_per_second=round(rate, 3)),
         entry("one block s", f"{block:.3f}", block_seconds=round(block, 6)),
+        noted(gpu_batch_size=plan.gpu_batch_size, num_gpu_batches=plan.num_gpu_batches, percent=list(plan.percent)),
+        noted(slots=plan.buffers, prefill_tokens=plan.prefill_tokens, attend_on=plan.attend_on),
+        noted(weight_codec=plan.weight_codec, kv_codec=plan.kv_codec, compute=plan.compute),
+        entry("flags of the plan", shlex.join(plan_flags(plan))),
     ]
 
 
