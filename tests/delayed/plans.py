@@ -1,6 +1,6 @@
 """The plans that are tried where lanes are late: those in which any two choices of the contract meet, as far as they go; those
-with graphs; those of models with experts, windows and caps; and those in which several devices compute. Without a GPU a few
-stand for them."""
+with graphs; those of models with experts, windows and caps; those in which several devices compute; and those in which steps
+choose what they attend. Without a GPU a few stand for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.formats.table import PLAIN
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case
 from tests.helpers.pairwise import covering
@@ -107,6 +108,20 @@ def of_pipelines() -> list[Planned]:
     ]
 
 
+def of_choosing_steps() -> list[Planned]:
+    """Steps that attend a share of what is kept, or of what a policy has left: on the device, and where the processor attends.
+    None has rows that come and go: a GPU gives rows other last bits when they are alone, and 4 bits may round them apart."""
+    usual = Case("llama-gqa", STAYING, (45, 30, 62), 6, policy=(("kv_recall", 0.5),))
+    beside = replace(usual, percent=(100, 0, 0, 100, 100, 0), attend_on=HOST)
+    evicting = (("kv_policy", "h2o"), ("kv_budget", 0.7), *usual.policy)
+    return [
+        Planned(usual),
+        Planned(replace(usual, kv_codec="group4", num_gpu_batches=1)),
+        Planned(replace(beside, kind="opt", policy=evicting)),
+        Planned(replace(beside, gpu_batch_size=4, prefill_tokens=40)),
+    ]
+
+
 def for_a_trial() -> list[Planned]:
     """One that fetches nothing ahead, so that tasks are forgotten before others need them; and one with graphs."""
     home = (0, 100, 0, 100, 0, 100)
@@ -115,4 +130,4 @@ def for_a_trial() -> list[Planned]:
 
 
 def on_a_gpu() -> Sequence[Planned]:
-    return [*of_the_contract(), *with_graphs(), *of_other_models(), *of_pipelines()]
+    return [*of_the_contract(), *with_graphs(), *of_other_models(), *of_pipelines(), *of_choosing_steps()]

@@ -16,11 +16,12 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from tests.clocked.backend import IS_POSSIBLE
 from tests.delayed import verdict as verdicts
 from tests.delayed.dealing import Child, Dealer, Order, spawned
-from tests.delayed.plans import STAYING, of_other_models, of_pipelines, on_a_gpu
+from tests.delayed.plans import STAYING, of_choosing_steps, of_other_models, of_pipelines, on_a_gpu
 from tests.delayed.planted import FAULTS, HANGS, no_device_waits_for_a_pass, no_stream_waits
 from tests.delayed.spoilt import NAN
 from tests.delayed.stand import Pretended
@@ -179,6 +180,12 @@ def test_models_with_experts_windows_and_caps_are_tried(number: int, checkpoints
         assert bench.tried(number, planned, B).verdict in ((OK,) if planned.case.percent == STAYING else (BAD, ERROR))
 
 
+@pytest.mark.parametrize("number", first_of([2, 1, 3, 0], 2))
+def test_plans_whose_steps_choose_are_tried(number: int, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    bench, planned = Bench(Pretended(), checkpoints, tmp_path), of_choosing_steps()[number]
+    assert bench.tried(number, planned, B).verdict == OK
+
+
 # -- several devices -----------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +264,9 @@ def test_processes_that_hang_or_crash_are_replaced(tmp_path: Path, monkeypatch: 
 
 def test_on_a_gpu_it_has_sixty_plans_some_with_graphs_and_some_that_several_devices_compute() -> None:
     plans = on_a_gpu()
-    assert sum(not (one.has_graphs or one.is_pipeline) for one in plans) == 60
+    choosing = [one for one in plans if one.case.kv_policy.recall < 1]
+    assert sum(not (one.has_graphs or one.is_pipeline) for one in plans) == 60 + len(choosing) == 64
+    assert {one.case.attend_on for one in choosing} == {DEVICE, HOST} and not any(one.streams for one in choosing)
     assert len([one for one in plans if one.is_pipeline]) == 4 and not any(one.is_pipeline and one.has_graphs for one in plans)
     graphs = [one for one in plans if one.has_graphs]
     assert any(one.streams for one in graphs) and any(one.limits and not one.streams for one in graphs) and len(graphs) > 10
