@@ -57,6 +57,7 @@ class Choice:
     by_layer: bool = False  # one choice for all KV heads of a layer
     by_highest: bool = False  # the best of a group's query heads counts, not their sum
     of_last_query: bool = False  # attends what the step before would have chosen
+    likely_from: int | None = None  # the first layer in which a likely value stands for what is not attended
 
 
 SHARES = (0.2, 0.1, 0.05)
@@ -74,6 +75,11 @@ CHOICES = (
         for share in SHARES[:2]
     ),
     Choice("query of the step before", 0.2, 4, of_last_query=True),
+    *(
+        Choice(f"4-bit keys, likely values from layer {layer}", share, 4, likely_from=layer)
+        for layer in (0, 2)
+        for share in SHARES
+    ),
 )
 
 
@@ -113,7 +119,8 @@ class Choosing:
         rows, kv_heads, width = len(k), k.shape[1], k.shape[3]
         grouped = q.view(rows, kv_heads, -1, width) * scale
         scores = grouped @ k.transpose(-1, -2)
-        chosen = self._chosen(layer, grouped, k, scores)
+        seen = self._seen(layer, grouped, k, scores)
+        chosen = self._chosen(seen)
         attended, before = chosen.clone(), self.last.get(layer)
         if before is not None:
             self._count(chosen, before)
@@ -121,16 +128,27 @@ class Choosing:
             attended[of_last] = before[of_last]
             attended[..., -1] = True
         self.last[layer] = torch.nn.functional.pad(chosen, (0, 1), value=True)
-        shares = scores.masked_fill(~attended.unsqueeze(2), -math.inf).softmax(-1)
-        return (shares @ v).view(rows, 1, -1, width)
+        scores = scores.masked_fill(~attended.unsqueeze(2), -math.inf)
+        out = scores.softmax(-1) @ v
+        for row, choice in enumerate(self.choices):
+            if choice.likely_from is not None and layer >= choice.likely_from:
+                out[row] = with_likely_value(scores[row], seen[row], attended[row], v[row])
+        return out.view(rows, 1, -1, width)
 
-    def _chosen(self, layer: int, q: Tensor, k: Tensor, scores: Tensor) -> Tensor:
-        """(rows, kv_heads, tokens), True for what is attended."""
+    def _seen(self, layer: int, q: Tensor, k: Tensor, scores: Tensor) -> Tensor:
+        """The scores by which each row chooses."""
         keys = {bits: self._rounded(layer, k, bits) for bits in {choice.bits for choice in self.choices if choice.bits}}
-        chosen = torch.ones(len(k), *k.shape[1:3], dtype=torch.bool)
+        seen = scores.clone()
         for kind, rows in self.alike.items():
-            seen = scores[rows] if kind.bits is None else q[rows] @ keys[kind.bits][rows].transpose(-1, -2)
-            chosen[rows] = _best(kind, [self.choices[row].share for row in rows], seen.softmax(-1))
+            if kind.bits is not None:
+                seen[rows] = q[rows] @ keys[kind.bits][rows].transpose(-1, -2)
+        return seen
+
+    def _chosen(self, seen: Tensor) -> Tensor:
+        """(rows, kv_heads, tokens), True for what is attended."""
+        chosen = torch.ones(*seen.shape[:2], seen.shape[3], dtype=torch.bool)
+        for kind, rows in self.alike.items():
+            chosen[rows] = _best(kind, [self.choices[row].share for row in rows], seen[rows].softmax(-1))
         return chosen
 
     def _rounded(self, layer: int, k: Tensor, bits: int) -> Tensor:
@@ -163,6 +181,16 @@ def _best(kind: Choice, shares: Sequence[float], seen: Tensor) -> Tensor:
     place = pages.argsort(-1, descending=True).argsort(-1)
     kept = place < torch.tensor(counts)[:, None, None]
     return kept.repeat_interleave(kind.page, dim=-1)[..., :tokens]
+
+
+def with_likely_value(scores: Tensor, seen: Tensor, attended: Tensor, v: Tensor) -> Tensor:
+    """Attention of a row over what it attends (`scores` are -inf elsewhere) and a value for the rest, of its mean size in the
+    mean direction of all: scores (kv_heads, group, tokens), v (kv_heads, tokens, width)."""
+    left, sizes = seen.masked_fill(attended.unsqueeze(1), -math.inf), v.abs().sum(-1)
+    size = (left.softmax(-1).nan_to_num(0.0) * sizes.unsqueeze(1)).sum(-1, keepdim=True)
+    likely = size * (v.sum(1) / sizes.sum(1, keepdim=True)).unsqueeze(1)
+    shares = torch.cat([scores, left.logsumexp(-1, keepdim=True)], -1).softmax(-1)
+    return shares[..., :-1] @ v + shares[..., -1:] * likely
 
 
 def rounded(k: Tensor, bits: int) -> Tensor:
