@@ -248,7 +248,7 @@ def test_what_steps_have_read_is_there_for_later_ones(checkpoints: Checkpoints, 
     assert made.footprint.parts[HOST]["KV read before"] == promised
 
 
-def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Checkpoints) -> None:
+def test_what_steps_choose_is_fetched_beside_other_batches(checkpoints: Checkpoints) -> None:
     plan = Plan.create(kv_recall=0.5, gpu_batch_size=1, num_gpu_batches=3).with_percent(ON_DISK).at(Site())
     made = WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((90,) * 3, 3), Site())
     schedule = made.blocks.first.schedule
@@ -257,7 +257,7 @@ def test_what_steps_choose_is_fetched_beside_the_batch_before(checkpoints: Check
     of_step = [task.key for task in schedule.tasks() if task.step == 1 and task.layer == layer]
     ops = [(key.op, key.batch) for key in of_step if key.op is not Op.WRITE_KV]
     first, *others = [[(Op.CHOOSE, batch), (Op.READ_KV, batch)] for batch in range(3)]
-    assert ops == [*first, *others[0], (Op.COMPUTE, 0), *others[1], (Op.COMPUTE, 1), (Op.COMPUTE, 2)]
+    assert ops == [*first, *others[0], *others[1], (Op.COMPUTE, 0), (Op.COMPUTE, 1), (Op.COMPUTE, 2)]
     machine = find_machine("cpu-2core")
     priced = Pricing(made.blocks.first, machine)
     full = replace(made, plan=replace(plan, kv_options=replace(plan.kv_options, kv_recall=None)))

@@ -100,7 +100,7 @@ class Pricing:
         kind = self._layer_kinds[self.schedule.traffic.is_of_prompts(step)][layer]
         if op.data is Data.HIDDEN:
             return op, step, kind, self._batch_kinds[batch], self.schedule.traffic.hidden[batch]
-        first = op is Op.COMPUTE and self.schedule.begins_pass(batch)
+        first = op is Op.COMPUTE and self.schedule.begins_layer(layer, batch)
         return op, step, kind, self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
 
     @cached_property
@@ -164,7 +164,7 @@ class Pricing:
         """The seconds of a visit, by what they are spent on."""
         layer, one = self._layer(task), self.cost.batch_pass(task.step, task.batch)
         rows = Counter({rows_of(one): 1}) if layer.makes_logits else products_of(one)
-        first = self.schedule.begins_pass(task.batch)
+        first = self.schedule.begins_layer(task.layer, task.batch)
         return {
             "products": sum(count * self._products(layer, each) for each, count in rows.items()),
             "adapters": sum(count * self._adapters(task.layer, each) for each, count in rows.items()),

@@ -63,7 +63,7 @@ WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it 
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 NUMBER_BYTES = 8  # of a slot
-CHOICES, MARK_BYTES = 2, 4  # choices that are kept beside a new one; bytes of marks for a slot that is wanted from disk
+MARK_BYTES = 4  # of marks for a slot that is wanted from disk
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 GUESSED_AT_ONCE = 4, 8, 16  # tokens of a row; passes of one row with so many are recorded
@@ -251,13 +251,13 @@ def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site, tokens: int)
     """Bytes for so many tokens that are attended in one call."""
     spec, policy, occupancy = at
     slots = attended(policy.recall, occupancy.capacity)
-    scored = tokens * spec.heads * slots * (8 + 2 * spec.itemsize) + _evicting_bytes(at) + _recalling_bytes(at, site)
+    scored = tokens * spec.heads * slots * (8 + 2 * spec.itemsize) + _evicting_bytes(at) + _recalling_bytes(at, plan, site)
     decoded = tokens * slots * _decoding_bytes_per_slot(spec, policy, site)
     decoded += _many_queries_bytes(at, site, slots, tokens)
     return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, occupancy.batch, tokens, site))
 
 
-def _recalling_bytes(at: LevelHeads, site: Site) -> int:
+def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     """Bytes for choosing the slots that are attended: the numbers of these, and all of them side by side; what torch ranks them
     by, for one row at a time, in fp32; and the newest keys on their way to the index."""
     (spec, policy, occupancy), rows = at, at.occupancy.batch.size
@@ -266,7 +266,7 @@ def _recalling_bytes(at: LevelHeads, site: Site) -> int:
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
     newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + 2 * index_bytes(policy.recall, spec))
     newest += rows * spec.kv_heads * FLOAT_BYTES * (capacity + 2 * chosen) * policy.has_scores  # what slots got
-    kept = CHOICES * spec.kv_heads * NUMBER_BYTES  # of visits that read from disk what they chose
+    kept = plan.buffers * spec.kv_heads * NUMBER_BYTES  # of visits that read from disk what they chose, one in each buffer
     taken = rows * (chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES + kept) + MARK_BYTES * capacity)
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads

@@ -45,21 +45,26 @@ class Touch(NamedTuple):
 class RingUsers(NamedTuple):
     """The visits that may use a ring of a device, where not all do."""
 
-    numbers: Mapping[int, int]  # by their places in a period of visits, which comes again and again
+    places: tuple[int, ...]  # of these in a period of visits, which comes again and again
     period: int
     buffers: int
 
     @classmethod
-    def of(cls, places: Collection[int], period: int, window: int, more: int) -> RingUsers:
-        """There is a buffer for each user among so many visits that follow each other, and as many `more`."""
+    def of(cls, places: Collection[int], period: int, window: int, more: int, least: int = 1) -> RingUsers:
+        """There is a buffer for each user among so many visits that follow each other, for `least` of them anyway, and as many
+        `more`."""
         found = sorted(places)
         again = [*found, *(place + period for place in found)]
         at_once = max(bisect_left(again, place + window) - number for number, place in enumerate(found))
-        return cls({place: number for number, place in enumerate(found)}, period, at_once + more)
+        return cls(tuple(found), period, max(at_once, least) + more)
+
+    def before(self, visit: int) -> int:
+        """The number of users before a visit."""
+        periods, place = divmod(visit, self.period)
+        return periods * len(self.places) + bisect_left(self.places, place)
 
     def buffer(self, visit: int) -> int:
-        periods, place = divmod(visit, self.period)
-        return (periods * len(self.numbers) + self.numbers[place]) % self.buffers
+        return self.before(visit) % self.buffers
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,11 @@ class Schedule(ABC):
         return self.traffic.buffers
 
     @property
+    def chosen_at_once(self) -> int:
+        """Visits that may have chosen what is fetched of their KV, and are not computed yet."""
+        return 1
+
+    @property
     def ahead(self) -> int:
         """Visits that may have tasks issued before an earlier COMPUTE is over: a transfer should wait for its needs, not for
         the issue order. With one buffer nothing overlaps."""
@@ -127,6 +137,10 @@ class Schedule(ABC):
     def transfers(self, visit: Visit) -> tuple[Op, ...]:
         """The transfers of a visit; weights come with the first visit that uses them."""
         return self.traffic.transfers(visit, self.begins_pass(visit.batch))
+
+    def begins_layer(self, layer: int, batch: int) -> bool:
+        """True if another layer was computed before: packed weights are decoded once for visits of a layer in a row."""
+        return self.begins_pass(batch)
 
     def in_step(self, step: int) -> Iterator[Key]:
         """The COMPUTEs of a step and all their transfers, those of weights under the name of the first slice."""
@@ -165,29 +179,34 @@ class Schedule(ABC):
         """The buffer through which data of a visit passes, in each of its rings."""
         if data is Data.WEIGHTS:
             return self.weight_buffer(visit)
-        number, users = self.own_number(visit), self._users.get((data, self.traffic.lanes.device(visit.layer)))
+        number, users = self.own_number(visit), self.users_of(data, self.traffic.lanes.device(visit.layer))
         return number % self.buffers if users is None else users.buffer(number)
 
     @cached_property
     def _users(self) -> Mapping[tuple[Data, int], RingUsers]:
         """The visits that have KV, and those that have states, on each device: others take no buffer for them. It is so in
-        models with states. What rests in memory counts as well, so that the number of buffers does not depend on shares."""
-        lanes, found = self.traffic.lanes, defaultdict[tuple[Data, int], set[int]](set)
-        homes = {Data.KV: self.traffic.kv, Data.STATE: self.traffic.state} if self.traffic.state else {}
+        models with states, and where KV is chosen. What rests in memory counts as well, so that the number of buffers does not
+        depend on shares."""
+        traffic, lanes, found = self.traffic, self.traffic.lanes, defaultdict[tuple[Data, int], set[int]](set)
+        homes = {Data.KV: traffic.kv, Data.STATE: traffic.state} if traffic.state or traffic.choosing else {}
         for data, places in homes.items():
             for layer, batch in places:
                 device = lanes.device(layer)
                 found[data, device].add(self.own_number(Visit(0, layer, batch)) % self.own_period(device))
-        return {
-            (data, device): self._among(device, own if (Data.STATE, device) in found else range(self.own_period(device)))
-            for (data, device), own in found.items()
-        }
+        for data, device in found:
+            if not traffic.choosing and (Data.STATE, device) not in found:
+                found[data, device] = set(range(self.own_period(device)))
+        return {(data, device): self._among(data, device, own) for (data, device), own in found.items()}
 
-    def _among(self, device: int, places: Collection[int]) -> RingUsers:
+    def _among(self, data: Data, device: int, places: Collection[int]) -> RingUsers:
         """The users that can be fetched for and computed at once have a buffer each. There are as many more as where all
         visits are users."""
-        window = self.rows_ahead(device) + 1
-        return RingUsers.of(places, self.own_period(device), window, self.buffers - window)
+        window, least = self.rows_ahead(device) + 1, self.chosen_at_once if data is Data.KV else 1
+        return RingUsers.of(places, self.own_period(device), window, self.buffers - window, least)
+
+    def users_of(self, data: Data, device: int = 0) -> RingUsers | None:
+        """The visits that take buffers for a kind of data; None: all do."""
+        return self._users.get((data, device))
 
     def weight_buffer(self, visit: Visit) -> int:
         return self.weight_number(*visit) % self.weight_buffers
@@ -295,7 +314,8 @@ def _chain(data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: boo
     moved, (passed, computed_in) = [op for op in transfers if op.data is data], rings
     fetches = [op for op in moved if op.fetches]
     ops = [*fetches, Op.COMPUTE, *(op for op in moved if op is Op.ATTEND), *(op for op in moved if op.stores)]
-    used = [list(computed_in) if op is Op.COMPUTE else op.works_in(passed) for op in ops]
+    computed = {Op.COMPUTE: computed_in, Op.CHOOSE: passed}  # a choice puts the newest token where the others come to
+    used = [list(computed[op] if op in computed else op.works_in(passed)) for op in ops]
     held = data is Data.WEIGHTS and not begins_pass  # the first visit of a pass has taken the buffer for all others
     for at, op in enumerate(ops):
         brought_by = fetches[1] if op.chooses else op  # what is chosen is brought by the next task

@@ -39,6 +39,33 @@ def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Traffic:
     return made if made.accelerator else replace(made, choosing=_some(random, count))
 
 
+def choosing_moves(random: Random) -> Traffic:
+    """Steps choose what is read of the KV of layers, most of them with layers behind them of which nothing moves."""
+    count, width = random.randint(2, 9), random.randint(1, 5)
+    with_kv = [layer for layer in range(count) if random.random() < 0.5]
+    tiers = random.choice([[DISK], [DISK, HOST]])
+    return Traffic(
+        steps=random.randint(2, 4),
+        layers=count,
+        batches=width,
+        buffers=random.choice([1, 2, 2, 3, 4]),
+        weights_on_disk=random.choice([frozenset(), _some(random, count)]),
+        kv={(layer, batch): random.choice(tiers) for layer in with_kv for batch in range(width)},
+        choosing=frozenset(layer for layer in with_kv if random.random() < 0.8),
+        hidden=random.choice([(), tuple(random.choice([HOST, DISK]) for _ in range(width))]),
+        state={(layer, batch): random.choice([HOST, DISK]) for layer in _few(random, count) for batch in range(width)},
+        accelerator=random.random() < 0.2,
+        attends_on_host=random.random() < 0.3,
+        kv_before=random.random() < 0.3,
+        kv_after=random.random() < 0.3,
+        rows_join=random.random() < 0.3,
+    )
+
+
+def _few(random: Random, count: int) -> list[int]:
+    return [layer for layer in range(count) if random.random() < 0.15]
+
+
 def _some(random: Random, count: int) -> frozenset[int]:
     share = random.choice([0.0, 0.5, 1.0])
     return frozenset(index for index in range(count) if random.random() < share)
