@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kv.key_index import ChosenSlots, KeyIndex, SlotsRead
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
+from h2o_flexgen.models.base import MadeProducts
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import find_machine
 from h2o_flexgen.planning.plan import Plan
@@ -248,6 +250,22 @@ def test_what_steps_have_read_is_there_for_later_ones(checkpoints: Checkpoints, 
     assert made.footprint.parts[HOST]["KV read before"] == promised
 
 
+def test_a_layer_makes_its_queries_once(checkpoints: Checkpoints, offload: Path) -> None:
+    """For the choice. What attends finds them."""
+    made, asked = Counter[str](), [MadeProducts.add, MadeProducts.pop]
+
+    def counted(kept: MadeProducts, *given: Any) -> Any:
+        (name, own) = ("made", asked[0]) if len(given) == 2 else ("found", asked[1])
+        outcome = own(kept, *given)
+        made[name] += outcome is not None
+        return outcome
+
+    with LONG.open(checkpoints, offload) as llm, patch.multiple(MadeProducts, add=counted, pop=counted):
+        generate_with(llm, LONG)
+        steps, batches, layers = LONG.gen_len - 1, LONG.num_gpu_batches, len(llm.spec.kv_layers)
+    assert made == {"made": steps * batches * layers, "found": steps * batches * layers}
+
+
 def test_what_steps_choose_is_fetched_beside_other_batches(checkpoints: Checkpoints) -> None:
     plan = Plan.create(kv_recall=0.5, gpu_batch_size=1, num_gpu_batches=3).with_percent(ON_DISK).at(Site())
     made = WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((90,) * 3, 3), Site())
@@ -262,6 +280,8 @@ def test_what_steps_choose_is_fetched_beside_other_batches(checkpoints: Checkpoi
     priced = Pricing(made.blocks.first, machine)
     full = replace(made, plan=replace(plan, kv_options=replace(plan.kv_options, kv_recall=None)))
     of_all = Pricing(full.blocks.first, machine)
+    compute, whole = (each.compute_parts(Key(Op.COMPUTE, 1, layer, 1))["products"] for each in (priced, of_all))
+    assert 0 < compute < whole  # its choice has made the queries
     read = Key(Op.READ_KV, 1, layer, 0)
     assert 0 < priced.seconds(Key(Op.CHOOSE, 1, layer, 0)) < priced.seconds(Key(Op.COMPUTE, 1, layer, 0))
     assert priced.cost.nbytes(read) < of_all.cost.nbytes(read)
@@ -483,6 +503,18 @@ def newest_tokens_are_not_with_those_that_were_read() -> Iterator[None]:
 
 
 @contextmanager
+def products_of_the_row_before() -> Iterator[None]:
+    found = MadeProducts.pop
+
+    def rolled(kept: MadeProducts, names: tuple[str, ...]) -> Sequence[torch.Tensor] | None:
+        made = found(kept, names)
+        return None if made is None else [each.roll(1, 0) for each in made]
+
+    with patch.object(MadeProducts, "pop", rolled):
+        yield
+
+
+@contextmanager
 def index_one_token_behind() -> Iterator[None]:
     with patch.object(KeyIndex, "_with_newest", lambda index, now, keys, codes: codes[: len(keys)]):
         yield
@@ -521,6 +553,7 @@ GROWN = replace(TOGETHER, lengths=LENGTHS, gen_len=26, policy=HALF)  # until new
         (tokens_of_the_row_before, TOGETHER),
         (tokens_of_one_head, TOGETHER),
         (fetched_before_it_is_chosen, TOGETHER),
+        (products_of_the_row_before, TOGETHER),
         (index_one_token_behind, GROWN),
         (newest_tokens_are_not_written, TOGETHER),
         (what_lies_beside_is_taken_for_what_was_read, replace(TOGETHER, policy=REUSING)),

@@ -21,6 +21,7 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.buffer_layout import prompt_form
 from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.engine.begun_layers import Begun, BegunLayers, as_they_are
 from h2o_flexgen.engine.drafts import NONE_DRAFTED, Drafted, Drafts
 from h2o_flexgen.engine.executor import Action, Executor, Past, shortage_in
 from h2o_flexgen.engine.graphs import Afterwards, GraphPlace, LayerWork, Likeness, StepGraphs
@@ -79,6 +80,7 @@ class Kept(NamedTuple):
     attend: Attend | None
     states: RowStates = base.NO_STATES
     keep: Callable[[], None] = _nothing_to_keep  # called behind all tokens of a part
+    begun: Begun = as_they_are  # its weights, with what was made by them before
 
 
 class KeptOfRows(NamedTuple):
@@ -86,10 +88,11 @@ class KeptOfRows(NamedTuple):
 
     attend_of: AttendOf
     states_of: Callable[[RowsPart], tuple[RowStates, Callable[[], None]]]  # and what is called behind all tokens of the part
+    begun_of: Callable[[RowsPart], Begun]
 
     def part(self, part: RowsPart) -> Kept:
         """What a part is handed, once: its states begin then."""
-        return Kept(self.attend_of(part), *self.states_of(part))
+        return Kept(self.attend_of(part), *self.states_of(part), self.begun_of(part))
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ class _Progress:
     finished: list[RowState]  # rows that were not handed out yet
     seats: int
     busy_seconds: Callable[[], Mapping[str, float]]  # of each lane, so far
+    begun: BegunLayers = field(default_factory=BegunLayers)
     heard: deque[Task] = field(default_factory=deque)  # COMPUTEs that are over, of all devices
     told: tuple[int, int, int, int] = (0, 0, 0, 0)  # tokens of passes reported so far: prompts, spared, generated, computed
     told_of_drafts: Drafted = NONE_DRAFTED
@@ -598,7 +602,8 @@ class Engine:
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache, opened)))
             return
         room, may_overwrite = partial(state.hidden.room, task, hidden), state.hidden.may_be_overwritten(task.batch)
-        of_rows = KeptOfRows(partial(self._attend_of, visit, cache, state), partial(_states_of, visit, opened, state.prefixes))
+        attend_of, states_of = partial(self._attend_of, visit, cache, state), partial(_states_of, visit, opened, state.prefixes)
+        of_rows = KeptOfRows(attend_of, states_of, state.begun.again)
         state.hidden.put(task, self._layer(visit, rows, hidden, of_rows, may_overwrite, room))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
@@ -615,7 +620,7 @@ class Engine:
         cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         own = cache if len(rows.parts) == 1 else _cache_of(part, cache)
         with suppress(OnlyChosen):
-            self._computed(visit, part, states, Kept(partial(own.choose, part.levels)))
+            self._computed(visit, part, states, Kept(partial(own.choose, part.levels), begun=state.begun.first(part)))
         return 0
 
     def _of_head(self, visit: Visit) -> OfHead:
@@ -768,7 +773,7 @@ class Engine:
         layer = self._weights_for(visit).layer(visit)
         if part.adapted is not None:
             weights = self._low_rank[self._device_of(visit.layer)].beside(layer, weights, part.adapted)
-        return base.computed(self._model, layer, x, weights, given)
+        return base.computed(self._model, layer, x, kept_of.begun(weights), given)
 
 
 def _never(task: Task) -> bool:

@@ -7,7 +7,8 @@ where weights come from nor how many keys are kept: attention is done by the `at
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -32,6 +33,34 @@ class Matrix(Protocol):
 
 # What is no plain tensor is for `tensor_ops.linears` alone; what rows have adapters for is, too.
 Weights = Mapping[str, Tensor | Matrix | AdaptedMatrix]
+
+
+class BegunWeights(dict[str, "Tensor | Matrix | AdaptedMatrix"]):
+    """The weights of a layer that is computed up to its attention, and computed later once more: the products that it began
+    with are made once, and the later computation finds them."""
+
+    def __init__(self, weights: Weights, made: MadeProducts, is_again: bool) -> None:
+        super().__init__(weights)
+        self._made, self._is_again = made, is_again
+
+    def products(self, names: tuple[str, ...], made: Callable[[], Iterable[Tensor]]) -> Sequence[Tensor]:
+        if self._is_again:
+            return self._made.pop(names) or list(made())
+        return self._made.add(names, list(made()))
+
+
+class MadeProducts:
+    """What products have made, by their names, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, ...], deque[Sequence[Tensor]]] = defaultdict(deque)
+
+    def add(self, names: tuple[str, ...], products: Sequence[Tensor]) -> Sequence[Tensor]:
+        self._made[names].append([each.clone() for each in products])  # what comes behind them may write into them
+        return products
+
+    def pop(self, names: tuple[str, ...]) -> Sequence[Tensor] | None:
+        return self._made[names].popleft() if self._made[names] else None
 
 
 def nothing_to_attend(tokens: NewTokens) -> Tensor:

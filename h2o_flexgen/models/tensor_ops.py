@@ -39,8 +39,8 @@ from h2o_flexgen.kernels.operations import (
     take_rows,
 )
 from h2o_flexgen.kernels.recording import CannotBeRecorded
+from h2o_flexgen.models.base import BegunWeights, Weights
 from h2o_flexgen.models.base import Matrix as ModelMatrix
-from h2o_flexgen.models.base import Weights
 
 LEAST_SQUARE = 1e-30  # prevents a division by zero
 
@@ -56,7 +56,14 @@ def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
 
 def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
     """Products of the same rows, which are made ready for them only once. Each is computed when it is asked for, or all of them
-    at once. The adapters of rows add to them here, and nowhere else."""
+    at once."""
+    if isinstance(weights, BegunWeights):
+        return iter(weights.products(names, lambda: _linears(x, weights, names)))
+    return _linears(x, weights, names)
+
+
+def _linears(x: Tensor, weights: Weights, names: Sequence[str]) -> Iterator[Tensor]:
+    """The adapters of rows add to products here, and nowhere else."""
     factor, given = Factor(x), [weights[f"{name}.weight"] for name in names]
     products = _products(factor, [(bare(matrix), plain(weights, f"{name}.bias")) for name, matrix in zip(names, given)])
     if not any(isinstance(matrix, AdaptedMatrix) for matrix in given):

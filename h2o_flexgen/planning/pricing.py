@@ -143,13 +143,14 @@ class Pricing:
         return max(moved.nbytes / rate, moved.pieces / pieces_per_s) + machine.task_seconds
 
     def _choosing(self, task: Task | Key) -> float:
-        """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE makes again. The comparison with
-        the index is counted there."""
+        """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE finds. The comparison with the
+        index is counted there."""
         layer, rows = self._layer(task), self.cost.batch_pass(task.step, task.batch).rows
-        if not rows:
-            return 0.0
-        behind = () if layer.halves is None else layer.halves.used_behind
-        return self._products(layer.without(*behind), rows) + self._visit_seconds(layer, 1)
+        return self._begun(layer, rows) + self._visit_seconds(layer, 1) if rows else 0.0
+
+    def _begun(self, layer: LayerSpec, rows: int) -> float:
+        """Seconds of the products that a layer makes up to its attention."""
+        return self._products(layer.without(*(() if layer.halves is None else layer.halves.used_behind)), rows)
 
     def latency(self, op: Op) -> float:
         """The seconds of a task that are not the disk's: where a lane has several workers, it does the next task meanwhile."""
@@ -165,8 +166,10 @@ class Pricing:
         layer, one = self._layer(task), self.cost.batch_pass(task.step, task.batch)
         rows = Counter({rows_of(one): 1}) if layer.makes_logits else products_of(one)
         first = self.schedule.begins_layer(task.layer, task.batch)
+        is_begun = self.schedule.traffic.chooses(Visit(*task[1:4])) and layer.halves is not None and one.rows
+        made = self._begun(layer, one.rows) if is_begun else 0.0
         return {
-            "products": sum(count * self._products(layer, each) for each, count in rows.items()),
+            "products": sum(count * self._products(layer, each) for each, count in rows.items()) - made,
             "adapters": sum(count * self._adapters(task.layer, each) for each, count in rows.items()),
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,

@@ -266,8 +266,9 @@ def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
     newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + 2 * index_bytes(policy.recall, spec))
     newest += rows * spec.kv_heads * FLOAT_BYTES * (capacity + 2 * chosen) * policy.has_scores  # what slots got
-    kept = plan.buffers * spec.kv_heads * NUMBER_BYTES  # of visits that read from disk what they chose, one in each buffer
-    taken = rows * (chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES + kept) + MARK_BYTES * capacity)
+    kept = chosen * spec.kv_heads * NUMBER_BYTES + _begun_values(spec) * spec.itemsize  # of a visit that reads from disk
+    taken = chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES) + plan.buffers * kept + MARK_BYTES * capacity
+    taken *= rows
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
         return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads, policy.chooses_together)
@@ -291,7 +292,14 @@ def choosing_beside_bytes(planned: BlockPlan, site: Site) -> int:
     beside = {batch for layer, batch in planned.schedule.traffic.kv if planned.schedule.traffic.is_beside(layer, batch)}
     hosts = [replace(site, processor=Processor(CPU, build)) for build in (BASELINE, TORCH)]
     levels = (at for batch in beside for at in LevelHeads.of(planned.kv, batch))
-    return int(SLACK * max((_recalling_bytes(at, host) for at in levels for host in hosts), default=0))
+    return int(SLACK * max((_recalling_bytes(at, planned.plan, host) for at in levels for host in hosts), default=0))
+
+
+def _begun_values(spec: ModelSpec) -> int:
+    """Values of a token that products of a layer have made when it would attend, in the layer that has most."""
+    attending = [layer for layer in spec.unlike_layers if layer.has_kv]
+    cut = [layer.without(*layer.halves.used_behind) for layer in attending if layer.halves is not None]
+    return max((sum(matrix.shape[-2] for matrix, _ in layer.multiplied) for layer in cut), default=0)
 
 
 def _indexing_bytes(at: LevelHeads, tokens: int, site: Site) -> int:

@@ -185,16 +185,16 @@ class Schedule(ABC):
     @cached_property
     def _users(self) -> Mapping[tuple[Data, int], RingUsers]:
         """The visits that have KV, and those that have states, on each device: others take no buffer for them. It is so in
-        models with states, and where KV is chosen. What rests in memory counts as well, so that the number of buffers does not
-        depend on shares."""
+        models with states, and where KV is chosen on a disk. What rests in memory counts as well, so that the number of buffers
+        does not depend on shares."""
         traffic, lanes, found = self.traffic, self.traffic.lanes, defaultdict[tuple[Data, int], set[int]](set)
-        homes = {Data.KV: traffic.kv, Data.STATE: traffic.state} if traffic.state or traffic.choosing else {}
+        homes = {Data.KV: traffic.kv, Data.STATE: traffic.state} if traffic.state or traffic.reads_chosen else {}
         for data, places in homes.items():
             for layer, batch in places:
                 device = lanes.device(layer)
                 found[data, device].add(self.own_number(Visit(0, layer, batch)) % self.own_period(device))
         for data, device in found:
-            if not traffic.choosing and (Data.STATE, device) not in found:
+            if not traffic.reads_chosen and (Data.STATE, device) not in found:
                 found[data, device] = set(range(self.own_period(device)))
         return {(data, device): self._among(data, device, own) for (data, device), own in found.items()}
 

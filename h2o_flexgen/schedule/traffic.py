@@ -154,6 +154,11 @@ class Traffic:
         """True if the disk is asked for slots that the queries of this visit choose. In memory they are attended in place."""
         return visit.step > 0 and visit.layer in self.choosing and self.kv_on_disk(visit.layer, visit.batch)
 
+    @cached_property
+    def reads_chosen(self) -> bool:
+        """True if any visit chooses what is read of its KV."""
+        return any(tier == DISK and layer in self.choosing for (layer, _), tier in self.kv.items())
+
     def stores_kv(self, visit: Visit) -> bool:
         """True if KV must be brought home. That of the last step is not read, unless it lives on."""
         return self.moves_kv(visit.layer, visit.batch) and (visit.step < self.steps - 1 or self.kv_after)

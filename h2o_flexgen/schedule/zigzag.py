@@ -37,7 +37,7 @@ class Zigzag(BlockOrder):
 
     @cached_property
     def _passed_together(self) -> tuple[range, ...]:
-        """For each layer, those that a batch passes with it before the next batch does."""
+        """The layers that a batch passes before the next batch does, for each of them."""
         found: list[range] = []
         for layer in range(self.traffic.layers):
             if found and self._leads(found[-1].start) and self._rests(layer):
@@ -89,7 +89,7 @@ class Zigzag(BlockOrder):
 
     @property
     def chosen_at_once(self) -> int:
-        return min(self.traffic.buffers, self.traffic.batches) if self.traffic.choosing else 1
+        return min(self.traffic.buffers, self.traffic.batches) if self.traffic.reads_chosen else 1
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Zigzag(BlockOrder):
             return
         rows_ahead, hidden_ahead = self.rows_ahead(), self.hidden_ahead
         every = tuple(range(batches))
-        waiting: deque[int] = deque()  # visits whose batches have left the layer before, and which have not chosen yet
+        waiting: deque[int] = deque()  # visits that may choose: their batches have left the layer before
 
         for ahead in range(self.read_ahead):
             yield from issue.sliced(Op.READ_W, self._first_in(ahead), every)

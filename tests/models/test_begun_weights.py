@@ -1,0 +1,30 @@
+"""The products that a layer begins with are made once where it is computed up to its attention, and then once more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.models import tensor_ops
+from h2o_flexgen.models.base import BegunWeights, MadeProducts
+
+NAMES = ("q", "k", "v")
+
+
+def made(weights: BegunWeights, x: Tensor, *names: str) -> list[Tensor]:
+    return list(tensor_ops.linears(x, weights, *names))
+
+
+def test_products_are_made_once_and_found_in_the_order_in_which_they_were_made() -> None:
+    plain = {f"{name}.weight": torch.randn(3, 4) for name in NAMES}
+    x, y, kept = torch.randn(2, 4), torch.randn(2, 4), MadeProducts()
+    begun = BegunWeights(plain, kept, is_again=False)
+    first = [*made(begun, x, *NAMES), *made(begun, x, "q"), *made(begun, y, "q")]
+    for one in first:
+        one.zero_()  # what comes behind products may write into them
+    nothing = {name: torch.zeros(3, 4) for name in plain}
+    again = BegunWeights(nothing, kept, is_again=True)
+    found = [*made(again, x, *NAMES), *made(again, x, "q"), *made(again, y, "q")]
+    expected = [*(x @ plain[f"{name}.weight"].T for name in NAMES), x @ plain["q.weight"].T, y @ plain["q.weight"].T]
+    assert len(found) == 5 and all(map(torch.allclose, found, expected))
+    assert not made(again, x, "q")[0].any()  # that one was not made before
