@@ -412,7 +412,7 @@ def test_a_room_that_nothing_could_use_is_refused(checkpoints: Checkpoints, offl
             room_of(llm, 64)
     with ArrivingCase("opt", schedule="row_by_row", num_gpu_batches=1).open(checkpoints, offload) as llm:
         assert room_of(llm) == 0
-        with pytest.raises(ValueError, match=r"schedule 'row_by_row' cannot"):
+        with pytest.raises(ValueError, match=r"schedule='row_by_row' cannot"):
             room_of(llm, 64)
 
 

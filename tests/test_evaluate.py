@@ -311,7 +311,7 @@ def test_bad_input_is_one_line_before_anything_is_opened(
         ),
         (("--policies", "h2o", "--budgets", 1), "has a budget of 0 slots for a prompt of 12"),
         (("--tasks", "recall", "--lengths", 4000), "--lengths has 4000, but"),
-        (("--compute", "exact,int8"), "compute 'int8' is for weights that are packed into whole numbers, and those of"),
+        (("--compute", "exact,int8"), "--compute int8 is for weights that are packed into whole numbers, and those of"),
         (("--tasks", "recall", "--lengths", 40), "tokens, but its length is 40; ask for longer texts"),
     ],
 )

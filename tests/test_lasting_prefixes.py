@@ -425,7 +425,7 @@ REFUSED = (
     ({"prefix_dir": "y", "shared_prefixes": False}, r"^prefix_dir is 'y', but no prefixes are shared \(they are off, or"),
     (
         {"prefix_dir": "y", "schedule": "row_by_row"},
-        r"^prefix_dir is 'y', .* \(schedule 'row_by_row' cannot\); leave prefix_dir",
+        r"^prefix_dir is 'y', .* \(schedule='row_by_row' cannot\); leave prefix_dir",
     ),
     ({"prefix_dir_size": "1GB"}, r"^prefix_dir_size is for a folder of prefixes; give prefix_dir, too, or leave"),
     ({"prefix_dir": "y", "prefix_dir_size": "much"}, r"^size 'much' is not understood"),

@@ -48,7 +48,7 @@ Told = list[tuple[Stage, int, int]]
         ({"kv_policy": "h20"}, "'h20' is unknown; known: full, h2o"),
         ({"kv_policy": "local", "heavy": 3}, "'local' does not take heavy"),
         ({"percent": (0, 0, 0)}, "percent takes six numbers"),
-        ({"schedule": "flexgen_barrier", "overlap": False}, "flexgen_barrier cannot do without overlap"),
+        ({"schedule": "flexgen_barrier", "overlap": False}, "schedule='flexgen_barrier' cannot do without overlap"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_before_a_model_is_looked_for(

@@ -168,7 +168,7 @@ def test_seconds_of_all_blocks_are_told_from_those_of_one(command: Any) -> None:
 def test_graphs_are_refused_where_a_run_would_refuse_them(command: Any, machines: dict[str, Path]) -> None:
     flags = (*WORK, "--evaluate", "--cuda-graphs", "on", "--percent")
     refused = command(*flags, 100, 0, 0, 100, 100, 0, machine=machines["accelerator"])
-    assert refused.status == 2 and "graphs 'on' is for plans that keep all KV and activations on the GPU" in refused.err[-1]
+    assert refused.status == 2 and "--graphs on is for plans that keep all KV and activations on the GPU" in refused.err[-1]
     taken = command(*flags, 0, 100, 100, 0, 100, 0, machine=machines["accelerator"])
     assert taken.status == 0 and plan_in(taken.json).graphs == "on"
 
@@ -304,8 +304,8 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
         (("--percent", "auto"), ("six numbers; got 'auto'", "leave it out")),
         (("--evaluate", "--allow-4bit"), ("--allow-4bit is for a search", "without --evaluate")),
         (("--evaluate", "--compress-weight", "--allow-int8"), ("--allow-int8 is for a search", "without --evaluate")),
-        (("--allow-int8",), ("compute 'int8' is for weights that are packed", "--compress-weight")),
-        (("--compute", "int8"), ("compute 'int8' is for weights that are packed", "--compress-weight")),
+        (("--allow-int8",), ("--compute int8 is for weights that are packed", "--compress-weight")),
+        (("--compute", "int8"), ("--compute int8 is for weights that are packed", "--compress-weight")),
         (("--evaluate", "--latency-limit", 3), ("--latency-limit is for a search", "without --evaluate")),
         (("--evaluate", "--prefer", "latency"), ("--prefer is for a search", "without --evaluate")),
         (("--evaluate", "--plot", "front.png"), ("--plot", "search")),

@@ -752,7 +752,7 @@ def test_bad_flags_get_one_line(command: Any, opt: Path, flags: tuple[object, ..
         ((*DISK_HEAVY, "--latency-limit", 3), ("--latency-limit is for a search", "--percent auto")),
         ((*DISK_HEAVY, "--allow-4bit"), ("--allow-4bit is for a search", "--percent auto")),
         ((*DISK_HEAVY, "--allow-int8"), ("--allow-int8 is for a search", "--percent auto")),
-        ((*DISK_HEAVY, "--compute", "int8"), ("compute 'int8' is for weights that are packed", "--compress-weight")),
+        ((*DISK_HEAVY, "--compute", "int8"), ("--compute int8 is for weights that are packed", "--compress-weight")),
         ((*DISK_HEAVY, "--prefer", "latency"), ("--prefer is for a search", "--percent auto")),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",
@@ -1098,4 +1098,4 @@ def test_what_would_not_become_smaller_stays_as_it_is_stored(command: Any, store
 
 def test_products_of_8_bits_are_refused_for_floats_of_8_bits(command: Any, stored_models: Any) -> None:
     error = command("--model", stored_models.folder("llama-gqa", "fp8"), *SMALL, *DISK_HEAVY, "--compute", "int8").error
-    assert "compute 'int8' is for weights that are packed into whole numbers" in error
+    assert "--compute int8 is for weights that are packed into whole numbers" in error

@@ -729,7 +729,7 @@ class ModelSpec:
     def refuse_to_compute(self, compute: str) -> None:
         if not self.can_compute(compute):
             raise ValueError(
-                f"compute {compute!r} is for weights that are packed into whole numbers, and those of {self.name} are not; "
+                f"compute={compute!r} is for weights that are packed into whole numbers, and those of {self.name} are not; "
                 "pack them: --compress-weight (in an evaluation --weight-bits, in Python weight_codec)"
             )
 

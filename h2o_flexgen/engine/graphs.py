@@ -300,7 +300,7 @@ class StepGraphs:
             batch.graphs[place] = self._captured(batch, hidden, work)
         except RuntimeError as error:
             if self._is_asked and place.layer not in batch.ready:
-                raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error
+                raise ValueError(f"a layer cannot be captured ({error}); leave graphs={ON!r} out") from error
             reason = str(error).partition("\n")[0]
             if place.layer in batch.ready:  # something was not made ready: the layer is computed once, which makes it
                 batch.ready.discard(place.layer)

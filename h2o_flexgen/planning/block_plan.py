@@ -160,7 +160,7 @@ def _refuse_batches_that_wait(plan: Plan, block: Block) -> None:
     """Refuses to let rows come and go where a batch begins when the one before is over: that would take all rows."""
     if block.is_running and len(block.batches) > 1 and not SCHEDULES[plan.schedule].keeps_step:
         raise ValueError(
-            f"schedule {plan.schedule!r} runs one batch after the other, so rows cannot join {len(block.batches)} of them; "
+            f"schedule={plan.schedule!r} runs one batch after the other, so rows cannot join {len(block.batches)} of them; "
             "give num_gpu_batches=1, or schedule='zigzag'"
         )
 

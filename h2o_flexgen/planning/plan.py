@@ -245,7 +245,7 @@ class Plan:
         if self.copies_prefixes and self.shares_prefixes:
             self.refuse_to_recall(f"prefix_policy {JUDGED!r}, which is for policies that evict", f"take {PINNED!r}")
         if self.draft != OFF:
-            self.refuse_to_recall(f"draft {self.draft!r}", "leave draft out")
+            self.refuse_to_recall(f"draft={self.draft!r}", "leave draft out")
         if self.policy.echoes and self.copies_prefixes and self.shares_prefixes:
             raise ValueError(
                 f"kv_policy {self.kv_policy!r} judges a prompt by its own echo, so prefix_policy {JUDGED!r} cannot judge what "
@@ -323,11 +323,11 @@ class Plan:
         self.refuse_to_recall(f"a pipeline of {self.pipeline} devices", "give pipeline=1")
         asked = f"a pipeline of {self.pipeline} devices"
         if self.schedule != Plan.schedule:
-            raise ValueError(f"{asked} has an order of its own, and schedule {self.schedule!r} is another; leave it out")
+            raise ValueError(f"{asked} has an order of its own, and schedule={self.schedule!r} is another; leave it out")
         if self.attend_on == HOST:
             raise ValueError(f"in {asked} each attends where it computes; leave attend_on={HOST!r} out")
         if self.graphs == ON:
-            raise ValueError(f"graphs {ON!r} is for a single GPU, and {asked} was asked for; leave one of them out")
+            raise ValueError(f"graphs={ON!r} is for a single GPU, and {asked} was asked for; leave one of them out")
 
     @staticmethod
     def option_names() -> list[str]:
@@ -372,7 +372,7 @@ class Plan:
         """The reason why no prefixes are shared, where none are. Layers that cannot share them have switched them off."""
         if not self.shared_prefixes:
             return "they are off, or the model's layers have windows"
-        return f"schedule {self.schedule!r} cannot" if self.pipeline == 1 else f"a pipeline of {self.pipeline} devices cannot"
+        return f"schedule={self.schedule!r} cannot" if self.pipeline == 1 else f"a pipeline of {self.pipeline} devices cannot"
 
     @property
     def copies_prefixes(self) -> bool:
@@ -443,12 +443,12 @@ class Plan:
         if self.graphs != ON:
             return
         if site.accelerator and not self.stays_in_place:
-            required = f"graphs {ON!r} is for plans that keep all KV and activations on the GPU"
-            raise ValueError(f"{required}, and this one moves some; use {AUTO!r}")
+            required = f"graphs={ON!r} is for plans that keep all KV and activations on the GPU"
+            raise ValueError(f"{required}, and this one moves some; take graphs={AUTO!r}")
         if site.accelerator:
-            self.refuse_to_recall(f"graphs {ON!r} on a GPU", f"use {AUTO!r}")
+            self.refuse_to_recall(f"graphs={ON!r} on a GPU", f"take graphs={AUTO!r}")
         if not site.accelerator and site.processor.build == TORCH:
-            raise ValueError(f"graphs {ON!r} needs the kernels in C, and there are none here; use {AUTO!r}")
+            raise ValueError(f"graphs={ON!r} needs the kernels in C, and there are none here; take graphs={AUTO!r}")
 
     @property
     def has_own_buffers(self) -> bool:
@@ -458,7 +458,7 @@ class Plan:
     def without_overlap(self) -> Plan:
         """The plan with one buffer: fetch, compute and store one after the other."""
         if self.has_own_buffers:
-            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has buffers of its own; choose another")
+            raise ValueError(f"schedule={self.schedule!r} cannot do without overlap: it has buffers of its own; choose another")
         return replace(self, buffers=1)
 
     @property

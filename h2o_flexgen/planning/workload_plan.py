@@ -94,7 +94,7 @@ def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
     """The nearest plans that fit: one without graphs, a smaller batch, or less of the weights and KV in memory."""
     found = []
     if asked.plan.graphs == AUTO and replace(asked, plan=replace(asked.plan, graphs=OFF)).fits(limits):
-        found.append(f"graphs {OFF}")
+        found.append(f"graphs={OFF!r}")
     for size in _halves(asked.plan.gpu_batch_size):
         plan = replace(asked.plan, gpu_batch_size=size)
         if replace(asked, plan=plan).fits(limits):

@@ -125,7 +125,7 @@ class LoadedModel:
         if not self.device.accelerator:
             raise ValueError(f"{asked}, and there is no GPU; leave it out, and the model computes on the CPU")
         if ":" in self.request.site.device:
-            raise ValueError(f"{asked}, and device {self.request.site.device!r} is one; leave one of them out")
+            raise ValueError(f"{asked}, and device={self.request.site.device!r} is one; leave one of them out")
         return [open_device(name) for name in self.device.names_of(devices)[1:]]
 
     def adopt(self, plan: Plan) -> None:

@@ -117,6 +117,11 @@ def test_a_long_value_is_shortened_in_the_line_that_ends_a_command(capsys: pytes
             "both kv_budget=0.2 and heavy=3 are given",
             "both --kv-budget 0.2 and --heavy 3 are given",
         ),
+        (
+            {"pipeline": 2, "graphs": "on"},
+            "graphs='on' is for a single GPU, and a pipeline of 2 devices was asked for",
+            "--graphs on is for a single GPU, and a pipeline of 2 devices was asked for",
+        ),
         ({"pipeline": 2, "attend_on": "host"}, "leave attend_on='host' out", "leave --cpu-cache-compute out"),
         (
             {"kv_policy": "kvzap", "kv_budget": 0.2},

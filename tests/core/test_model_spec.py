@@ -15,7 +15,7 @@ def test_products_of_8_bits_are_for_packed_matrices() -> None:
     spec = tiny_spec()
     assert spec.written_as("group4", PLAIN, "int8").product == "int8 product"
     assert spec.packed("group8").written_as(PLAIN, PLAIN, "int8").product == "int8 product"
-    with pytest.raises(ValueError, match=r"^compute 'int8' is for weights .* of tiny are not; pack them: --compress-weight "):
+    with pytest.raises(ValueError, match=r"^compute='int8' is for weights .* of tiny are not; pack them: --compress-weight "):
         spec.written_as(PLAIN, "group4", "int8")
 
 

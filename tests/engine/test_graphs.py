@@ -151,7 +151,7 @@ def test_nothing_is_captured_where_kv_or_activations_move(
 ) -> None:
     case = Case("opt", percent, (5, 9), STEPS, device="pretended")
     assert replayed(case, checkpoints, offload) == 0
-    with pytest.raises(ValueError, match="graphs 'on' is for plans that keep all KV and activations"):
+    with pytest.raises(ValueError, match="graphs='on' is for plans that keep all KV and activations"):
         case.open(checkpoints, offload, graphs="on")
 
 

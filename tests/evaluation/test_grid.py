@@ -88,7 +88,7 @@ def test_weights_that_are_stored_packed_are_multiplied_in_every_way_as_they_are(
 
 def test_products_that_none_of_the_weights_allow_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="compute 'int8' is for weights that are packed into whole numbers, and those of tiny "
+        ValueError, match="compute='int8' is for weights that are packed into whole numbers, and those of tiny "
     ):
         Grid(("full",), (BudgetShare(100),), computes=("exact", "int8")).settings(sized)
 

@@ -874,7 +874,7 @@ def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
         plan = replace(request.plan, gpu_batch_size=int(both[1])).with_percent([float(value) for value in both[2].split()])
         return [replace(request, plan=plan.at(request.site))]
     found = []
-    if " graphs off" in message:
+    if " graphs='off'" in message:
         found.append(replace(request, plan=replace(request.plan, graphs="off")))
     if size := re.search(r"gpu_batch_size (\d+)", message):
         found.append(replace(request, plan=replace(request.plan, gpu_batch_size=int(size[1]))))
@@ -932,7 +932,7 @@ def test_a_refusal_says_where_a_plan_without_graphs_would_fit() -> None:
     for least, is_named in ((without.footprint.total(HOST), True), (without.footprint.total(HOST) - 1, False)):
         with pytest.raises(ValueError, match="would fit: ") as caught:
             request.refuse_what_does_not_fit(MemoryLimits(host=least))
-        assert ("graphs off" in str(caught.value)) == is_named
+        assert ("graphs='off'" in str(caught.value)) == is_named
 
 
 @pytest.mark.parametrize(("tier", "flag"), [(DEVICE, "--gpu-mem"), (HOST, "--cpu-mem")])

@@ -27,7 +27,7 @@ def test_the_most_that_is_of_use_is_tried_first_and_nothing_last() -> None:
 def test_why_there_is_no_room_is_told() -> None:
     reasons = (
         (Plan(shared_prefixes=False), "they are off, or the model's layers have windows"),
-        (Plan(schedule="row_by_row"), "schedule 'row_by_row' cannot"),
+        (Plan(schedule="row_by_row"), "schedule='row_by_row' cannot"),
         (Plan(pipeline=2), "a pipeline of 2 devices cannot"),
     )
     for plan, why in reasons:
