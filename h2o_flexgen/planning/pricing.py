@@ -47,7 +47,7 @@ from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 
 STATE_FLOPS = 8.0  # for each value of a matrix of states that a token passes: it fades, is read, added to, and read again
-INDEX_PACE = 0.49  # of the rate at which a CPU reads KV that it attends: the bytes of an index by which it chooses, as measured
+INDEX_PACE = 0.62  # of the rate at which a CPU reads KV of one query a head: that of an index by which it chooses, as measured
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 

@@ -291,7 +291,7 @@ def test_the_host_reads_what_steps_choose_of_it_and_its_index() -> None:
         of_share.append(Pricing(of, MACHINE).seconds(Key(Op.ATTEND, 1, of.spec.kv_layers[0], 0)))
     beside, of_head = 2 * 2 * 2e-9 + 5e-5, 2 * 4 * 4  # bytes of a slot, and 36 of its index
     assert of_share[0] == pytest.approx(2 * 101 * 2 * of_head / 20e9 + beside)
-    assert of_share[1] == pytest.approx((2 * 26 * 2 * of_head + 2 * 101 * 2 * 36 / 0.49) / 20e9 + beside)
+    assert of_share[1] == pytest.approx((2 * 26 * 2 * of_head + 2 * 101 * 2 * 36 / 0.62) / 20e9 + beside)
 
 
 def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
