@@ -184,6 +184,11 @@ class Case:
             for kind, nbytes in self.bytes_of.items()
         }
 
+    def has_room_for(self, stays: tuple[str, ...]) -> bool:
+        """Whether the fastest tier can hold these kinds of data whole, if it holds nothing else."""
+        limit, nbytes = self.limits.of(self.tiers[0]), self.bytes_on(self.tiers[0])
+        return limit is None or sum(nbytes[kind] for kind in (*self.stays, *stays)) <= limit
+
     def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, exact under this plan and a good guess near it."""
         return {
@@ -216,9 +221,10 @@ def _extended(one: Sequence[Bounds], others: Sequence[tuple[Sequence[Bounds], in
 
 def solve_thoroughly(cases: Sequence[Case]) -> list[BestShares]:
     """Solves each case with every choice of kinds of data that stay on the fastest tier, because no linear function says
-    whether buffers are there. It takes eight times as long."""
+    whether buffers are there. It takes up to eight times as long."""
     choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
-    staying = [(_staying(case, stays), number) for number, case in enumerate(cases) for stays in choices]
+    rooms = [(case, stays, number) for number, case in enumerate(cases) for stays in choices if case.has_room_for(stays)]
+    staying = [(_staying(case, stays), number) for case, stays, number in rooms]
     numbers = {id(case): number for case, number in staying}
     best: dict[int, BestShares] = {}
     for answer in solve([case for case, _ in staying]):

@@ -417,8 +417,10 @@ def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:
     """Sizes that fit with as much as possible on the slowest tier: with more on faster tiers nothing more fits."""
     prompts = problem.workload.num_prompts if problem.workload else None
     offloaded = replace(base, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
-    for batches in problem.batches or NUMBERS_OF_BATCHES:
-        most = MOST_ROWS if prompts is None else min(MOST_ROWS, -(-prompts // batches))
+    reach = MOST_ROWS
+    for batches in sorted(problem.batches or NUMBERS_OF_BATCHES):
+        most = min(MOST_ROWS, reach + -(-reach // 8))  # with more batches hardly any larger ones fit
+        most = most if prompts is None else min(most, -(-prompts // batches))
         if not problem.batches and prompts is not None and any(prompts <= fewer < batches for fewer in NUMBERS_OF_BATCHES):
             continue  # too few prompts for this size
 

@@ -24,12 +24,11 @@ from h2o_flexgen.planning.plan import OFF, Plan, Shares
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number of rows (or of anything that needs memory) that fits; 0 if not even one does. The number is doubled
-    until it does not fit, then bisected."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+    """The largest number of rows (or of anything that needs memory) that fits; 0 if not even one does. What is asked for at
+    most often fits. Otherwise it is halved until it does, and the last interval is bisected."""
+    low, high = most, most + 1
+    while low and not fits(low):
+        low, high = low // 2, low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
