@@ -45,6 +45,7 @@ class ReadQueue:
     def __init__(self, number: int, close: Callable[[], object]) -> None:
         self.number = number
         self.close = finalize(self, close)
+        self.close.atexit = False  # a process that ends closes it by itself
 
     @classmethod
     def opened(cls) -> ReadQueue | None:

@@ -369,6 +369,17 @@ def test_many_threads_read_at_once(tokens: int, threads: int, at_once: int, disk
     assert sizes == [at_once] * threads
 
 
+def test_threads_read_what_goes_through_the_page_cache(tmp_path: Path) -> None:
+    """A queue would make one read after the other."""
+    file = tmp_path / "file"
+    file.touch()
+    with closing(open(file, "rb")) as cached:
+        assert not memory_disk.passes_page_cache(cached.fileno())
+        with DiskFiles() as files:
+            files.start_gathering(cached.fileno())
+            assert files._queue is None and files._gatherers is not None
+
+
 @pytest.mark.parametrize(("group_bytes", "under_way", "at_once"), [(ALIGNMENT, 128, 4), (16 * ALIGNMENT, 32, 1)])
 def test_many_reads_are_in_the_queue_at_once(group_bytes: int, under_way: int, at_once: int, disk: DiskTier) -> None:
     given = list[tuple[int, int, bool]]()

@@ -87,6 +87,11 @@ def test_threads_that_share_a_list_read_all_of_it(build: str, numbers: Path, ope
     assert (found == (numpy.arange(64) * (numpy.arange(64) % 2 == 0))[:, None]).all()
 
 
+def test_there_is_no_queue_without_the_library() -> None:
+    with used("torch"):
+        assert ReadQueue.opened() is None
+
+
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("reads", [1, 3, 20])
 def test_a_queue_reads_all_of_it_whatever_it_has_room_for(
