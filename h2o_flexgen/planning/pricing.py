@@ -100,8 +100,13 @@ class Pricing:
         kind = self._layer_kinds[self.schedule.traffic.is_of_prompts(step)][layer]
         if op.data is Data.HIDDEN:
             return op, step, kind, self._batch_kinds[batch], self.schedule.traffic.hidden[batch]
-        first = op is Op.COMPUTE and self.schedule.begins_layer(layer, batch)
-        return op, step, kind, self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
+        of_visit = op is Op.COMPUTE and self._kind_of_visit(Visit(step, layer, batch))
+        return op, step, kind, self._batch_kinds[batch], of_visit, self._attends_on_host(layer, batch)
+
+    def _kind_of_visit(self, visit: Visit) -> object:
+        """What the price of a COMPUTE depends on beside its layer and batch: what was decoded, recorded and made before."""
+        traffic, place = self.schedule.traffic, visit[1:]
+        return self.schedule.begins_layer(*place), traffic.rests(*place), traffic.chooses(visit)
 
     @cached_property
     def _layer_kinds(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -144,7 +149,7 @@ class Pricing:
 
     def _choosing(self, task: Task | Key) -> float:
         """Seconds of making the queries of a visit, and the keys and values, which its COMPUTE finds. The comparison with the
-        index is counted there."""
+        index is counted there, and decoding as if no choice came between two visits of a layer."""
         layer, rows = self._layer(task), self.cost.batch_pass(task.step, task.batch).rows
         return self._begun(layer, rows) + self._visit_seconds(layer, 1) if rows else 0.0
 

@@ -139,7 +139,8 @@ class Schedule(ABC):
         return self.traffic.transfers(visit, self.begins_pass(visit.batch))
 
     def begins_layer(self, layer: int, batch: int) -> bool:
-        """True if another layer was computed before: packed weights are decoded once for visits of a layer in a row."""
+        """True if another layer was computed before: packed weights are decoded once for visits of a layer in a row. Choices of
+        another layer that come between two visits are left out, on purpose: few plans decode weights for them again."""
         return self.begins_pass(batch)
 
     def in_step(self, step: int) -> Iterator[Key]:

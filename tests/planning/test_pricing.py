@@ -20,7 +20,7 @@ from h2o_flexgen.schedule.ops import READ, Key, Op, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 from tests.helpers.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
-from tests.planning.worlds import block_of, last_block_of, of_unlike_blocks, tiny_spec, with_experts
+from tests.planning.worlds import block_of, in_halves, last_block_of, of_unlike_blocks, tiny_spec, with_experts
 
 MACHINE = replace(
     SMALL,
@@ -75,6 +75,23 @@ def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, format: str)
     pricing = Pricing(of, on(MACHINE, accelerator))
     for task in pricing.schedule.tasks():
         assert Pricing(of, on(MACHINE, accelerator)).seconds(task) == pricing.seconds(task), task
+
+
+@pytest.mark.parametrize("percent", [(0, 100, 0, 50, 0, 100), (0, 50, 0, 50, 0, 100)])
+def test_a_price_does_not_depend_on_what_was_asked_before(percent: tuple[int, ...]) -> None:
+    """Some of alike batches have their KV on disk, where steps choose of it, and others have it in memory."""
+    plan = Plan.create(kv_recall=0.25, num_gpu_batches=4, gpu_batch_size=8).with_percent(percent).at(Site())
+    of = BlockPlan.of(in_halves(tiny_spec(3, width=64)), plan, block_of([[100] * 8] * 4), Site())
+    machine, keys = on(MACHINE, False), [*of.schedule.in_step(1)]
+    alone = {key: Pricing(of, machine).seconds(key) for key in keys}
+    assert {of.schedule.traffic.chooses(Visit(*key[1:])) for key in keys if key.layer in of.spec.kv_layers} == {False, True}
+    for asked in (keys, keys[::-1]):
+        pricing = Pricing(of, machine)
+        assert {key: pricing.seconds(key) for key in asked} == alone
+    by_lane = Counter[str]()
+    for key, seconds in alone.items():
+        by_lane[key.op.lane] += of.schedule.parts(key.op) * (seconds - pricing.latency(key.op))  # type: ignore[assignment]
+    assert Pricing(of, machine).lane_seconds(1) == pytest.approx(dict(by_lane))
 
 
 @pytest.mark.parametrize("accelerator", [False, True])

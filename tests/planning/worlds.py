@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, AttentionHalves, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, Key, Task
@@ -74,6 +74,12 @@ def _some(random: Random, count: int) -> frozenset[int]:
 def streamed(steps: int, layers: int, batches: int, buffers: int, accelerator: bool = False) -> Traffic:
     """Traffic with all weights on disk, and all else where it is computed with."""
     return Traffic(steps, layers, batches, buffers, accelerator, weights_on_disk=frozenset(range(layers)))
+
+
+def in_halves(spec: ModelSpec) -> ModelSpec:
+    """The same with attention that may be left and gone on with, as a layer does that chooses what is read of its KV."""
+    halves = AttentionHalves("attention", "before", "behind", spec.width, frozenset({"o"}))
+    return replace(spec, layers=tuple(replace(one, halves=halves if one.has_kv else None) for one in spec.layers))
 
 
 def tiny_spec(blocks: int = 2, width: int = 8, vocab: int = 50, tied: bool = True) -> ModelSpec:
