@@ -26,8 +26,8 @@ VIEW_ALIGNMENT = 64  # of plain values: with less, the same product may come out
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, or keep their place in one: reads go straight there
 HALF_BYTES = 2  # of a value of 16 bits
 READERS = 6  # threads that read and write files
-GATHERERS = 32  # threads that read single tokens: a disk does many small reads at once, and few one after the other
-GATHERED_BYTES = 64 << 10  # that each of them reads at a time, if they lie side by side
+GATHERERS = 32  # parts of the buffer for single tokens, of which a disk reads many at once; without a queue, a thread each
+GATHERED_BYTES = 64 << 10  # of such a part, which a thread reads at a time, if they lie side by side
 SLOT_NUMBER_BYTES = 8
 READ_NUMBER_BYTES = 8  # of a token that was read: its slot, and the steps in which it was not wanted
 PICKED_VALUES = 1 << 20  # logits that tokens are picked from at once: temporaries in float64 have 8 MiB, whatever the batch
@@ -335,7 +335,7 @@ class KVLayout:
 
 
 def gather_buffer_bytes(page_group_bytes: int) -> int:
-    """The buffer of a thread that reads single tokens: whole page groups, one at least."""
+    """A part of the buffer for single tokens: whole page groups, one at least."""
     return max(page_group_bytes, GATHERED_BYTES // page_group_bytes * page_group_bytes)
 
 

@@ -10,7 +10,7 @@ from h2o_flexgen.engine.rows import RowsPart
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import BegunWeights, MadeProducts, Weights
 
-Begun: TypeAlias = "Callable[[Weights], Weights]"
+Begun: TypeAlias = Callable[[Weights], Weights]
 
 
 def as_they_are(weights: Weights) -> Weights:

@@ -137,7 +137,13 @@ static void read_in_turn(const token_reads *r)
     }
 }
 
-#if defined(__linux__)
+#if defined(__linux__) && defined(__has_include)
+#if __has_include(<linux/aio_abi.h>) /* not every Linux has the headers of its kernel */
+#define HAS_QUEUES
+#endif
+#endif
+
+#if defined(HAS_QUEUES)
 #include <linux/aio_abi.h>
 #include <sys/syscall.h>
 
@@ -199,6 +205,10 @@ static void read_queued(const token_reads *r)
             return;
         const long under_way = most - free_ones, few = most / 4 < under_way ? most / 4 : under_way;
         const long events = under_way ? syscall(SYS_io_getevents, (aio_context_t)r->queue, few ? few : 1, most, ended, NULL) : 0;
+        if (events < 0 && errno != EINTR) { /* the caller closes the queue, which waits for what is under way */
+            r->progress[1] = errno;
+            return;
+        }
         for (long event = 0; event < events; event++) {
             const int own = (int)ended[event].data;
             const long got = (long)ended[event].res;

@@ -5,6 +5,7 @@ range of whole pages, or one that shares its memory pages with no other data, is
 there is that in its file. Several of these that follow each other in a file are one read, as each costs time of a processor.
 Any other range (of another dtype, or at an odd address) goes through a buffer of the reading thread.
 The pool's threads live as long as the `DiskFiles` object and do nothing but reads, writes and the copies that belong to them.
+Single tokens of KV (`gather`) come through a queue of reads, which one thread at a time keeps full, or by threads of their own.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class DiskFiles:
         self._buffers = threading.local()
         self._queue: ReadQueue | None = None  # made where single tokens are read
         self._turn = threading.Lock()  # of those that read through it
+        self._to_queue: mmap.mmap | None = None  # memory to gather into, of the one that has its turn
         self._gatherers: ThreadPoolExecutor | None = None  # started in its place
 
     def __enter__(self) -> DiskFiles:
@@ -164,6 +166,7 @@ class DiskFiles:
             pool.shutdown(wait=True, cancel_futures=True)
         if self._queue is not None:
             self._queue.close()
+            self._queue = None  # its number may be another one's from now on
         with self._lock:
             _close_all(self._open)
 
@@ -197,13 +200,11 @@ class DiskFiles:
         """Reads single tokens from a file to their places."""
         if not len(wanted.groups):
             return
-        room, most = gather_buffer_bytes(wanted.group_bytes), shared().queued_reads
         if self._queue is not None:
-            at_once = max(1, GATHERERS * room // (most * wanted.group_bytes))
-            with self._turn:
-                read_tokens(wanted, self._gather_buffer(GATHERERS * room), at_once, self._queue)
+            self._gather_queued(wanted)
             return
         assert self._gatherers is not None
+        room = gather_buffer_bytes(wanted.group_bytes)
         at_once = min(room // wanted.group_bytes, -(-len(wanted.groups) // GATHERERS))  # of few, each thread has its part
         workers = min(GATHERERS, -(-len(wanted.groups) // at_once))
         work = SharedWork(lambda _: read_tokens(wanted, self._gather_buffer(room), at_once), range(workers))
@@ -211,11 +212,28 @@ class DiskFiles:
             self._gatherers.submit(work.do)
         work.finish()
 
+    def _gather_queued(self, wanted: TokenReads) -> None:
+        """Reads them through the queue, in turn with others, so that there is one buffer."""
+        nbytes = GATHERERS * gather_buffer_bytes(wanted.group_bytes)
+        at_once = max(1, nbytes // (shared().queued_reads * wanted.group_bytes))
+        with self._turn:
+            if self._to_queue is None or len(self._to_queue) < nbytes:
+                self._to_queue = _pages(nbytes)
+            read_tokens(wanted, torch.frombuffer(self._to_queue, dtype=torch.uint8)[:nbytes], at_once, self._queue)
+            if wanted.progress[1] and self._queue is not None:
+                self._leave_queue(self._queue)
+
+    def _leave_queue(self, queue: ReadQueue) -> None:
+        """Makes threads read single tokens from now on. Reads may be under way where one failed: the queue waits for them."""
+        self._gatherers = self._gatherers or started_pool(GATHERERS, "gather")
+        self._queue = None
+        queue.close()
+
     def _gather_buffer(self, nbytes: int) -> Tensor:
         """Aligned memory of the calling thread to gather into."""
         pages: mmap.mmap | None = getattr(self._buffers, "gathered", None)
         if pages is None or len(pages) < nbytes:
-            pages = self._buffers.gathered = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = self._buffers.gathered = _pages(nbytes)
         return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
     def buffer(self, nbytes: int) -> memoryview:
@@ -280,10 +298,14 @@ class DiskFiles:
         return data
 
 
+def _pages(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def huge_pages(nbytes: int) -> memoryview:
     """Memory of which as much as possible lies on huge pages, if there are any: reads into small ones take twice as long. It
     begins where one does, as the system does not see to that for every size."""
-    pages = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _pages(nbytes + HUGE_PAGE_BYTES)
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     if whole := nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES:
         with suppress(OSError, AttributeError):

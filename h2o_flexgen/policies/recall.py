@@ -47,7 +47,7 @@ class Choosing(NamedTuple):
 
     @property
     def _always_brought(self) -> int:
-        """Those of them that every step brings: all or none."""
+        """Those of them that every step brings: all, or none where they are still in memory."""
         return 0 if self.reuses else self._always
 
     def most_brought(self, held: int) -> int:
@@ -85,10 +85,8 @@ class Choosing(NamedTuple):
             return groups
         chosen = (self.usually_brought(held) - always) / (on_disk - always)
         newest = (self._newest + tokens - 1) / tokens if self._newest else 0  # they begin anywhere in one
-        at_ends = ceil(FIRST / tokens) + newest
-        if self.reuses:
-            at_ends = (tokens - 1) / tokens  # the one that goes on with the step's own token, if there is one
-        at_ends = min(groups, at_ends)
+        goes_on = (tokens - 1) / tokens  # the one that has the step's own token as well, if there is one
+        at_ends = min(groups, goes_on if self.reuses else ceil(FIRST / tokens) + newest)
         return at_ends + (groups - at_ends) * (1 - (1 - chosen) ** tokens)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -391,6 +393,41 @@ def test_many_reads_are_in_the_queue_at_once(group_bytes: int, under_way: int, a
         pytest.skip("the system keeps queues of reads from this process")
     bring_many(500, disk, noted, group_bytes)
     assert given == [(under_way, at_once, True)]
+
+
+def test_there_is_one_buffer_whatever_thread_reads_through_the_queue(disk: DiskTier) -> None:
+    places = list[int]()
+
+    def noted(wanted: TokenReads, buffer: Tensor, at_once: int, queue: ReadQueue) -> None:
+        places.append(buffer.data_ptr())
+
+    if disk.files._queue is None:
+        pytest.skip("the system keeps queues of reads from this process")
+    bring_many(500, disk, noted)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(bring_many, 500, disk, noted).result()
+    assert len(places) == 2 and len(set(places)) == 1
+
+
+def test_where_a_read_through_the_queue_fails_threads_make_the_next_ones(disk: DiskTier) -> None:
+    queues = list[ReadQueue | None]()
+
+    def noted(wanted: TokenReads, buffer: Tensor, at_once: int, queue: ReadQueue | None = None) -> None:
+        queues.append(queue)
+        wanted.progress[1] = 0 if queue is None else errno.EINVAL
+
+    if (queue := disk.files._queue) is None:
+        pytest.skip("the system keeps queues of reads from this process")
+    with pytest.raises(OSError, match="single tokens"):
+        bring_many(500, disk, noted)
+    assert queues == [queue] and not queue.close.alive
+    bring_many(500, disk, noted)
+    assert len(queues) > 1 and not any(queues[1:])
+
+
+def test_nothing_is_read_through_a_queue_that_is_closed(disk: DiskTier) -> None:
+    disk.files.close()
+    assert disk.files._queue is None
 
 
 def bring_many(tokens: int, disk: DiskTier, noted: Callable[..., None], group_bytes: int = ALIGNMENT) -> None:
