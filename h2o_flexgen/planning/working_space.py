@@ -53,7 +53,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, RowBudget
 from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
 from h2o_flexgen.policies.recall import ALL, INDEX, attended, index_bytes
-from h2o_flexgen.schedule.ops import OF_ROWS, Data
+from h2o_flexgen.schedule.ops import OF_ROWS, READ, WORKERS, Data
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
@@ -63,7 +63,7 @@ WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it 
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 NUMBER_BYTES = 8  # of a slot
-MARK_BYTES = 4  # of marks for a slot that is wanted from disk
+MARK_BYTES = 8  # of a slot, while one worker reads what is wanted from disk: marks, and the entry that it has in memory
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 GUESSED_AT_ONCE = 4, 8, 16  # tokens of a row; passes of one row with so many are recorded
@@ -259,16 +259,17 @@ def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site, tokens: int)
 
 def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     """Bytes for choosing the slots that are attended: the numbers of these, and all of them side by side; what torch ranks them
-    by, for one row at a time, in fp32; and the newest keys on their way to the index."""
+    by, for one row at a time, in fp32; and the newest keys on their way to the index. What a visit that reads from disk has
+    chosen is kept, with the products that its layer begins with: of one such visit more than the schedule has buffers."""
     (spec, policy, occupancy), rows = at, at.occupancy.batch.size
     if policy.recall == ALL:
         return 0
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
     newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + 2 * index_bytes(policy.recall, spec))
     newest += rows * spec.kv_heads * FLOAT_BYTES * (capacity + 2 * chosen) * policy.has_scores  # what slots got
-    kept = chosen * spec.kv_heads * NUMBER_BYTES + _begun_values(spec) * spec.itemsize  # of a visit that reads from disk
-    taken = chosen * (spec.kv_bytes_per_slot + spec.kv_heads * NUMBER_BYTES) + plan.buffers * kept + MARK_BYTES * capacity
-    taken *= rows
+    numbers = chosen * spec.kv_heads * NUMBER_BYTES * (1 + policy.reuses_read)  # of slots, and of their entries in memory
+    begun = (plan.buffers + 1) * (numbers + _begun_values(spec) * spec.itemsize)
+    taken = rows * (chosen * spec.kv_bytes_per_slot + begun + MARK_BYTES * WORKERS[READ] * capacity)
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
         return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads, policy.chooses_together)

@@ -52,6 +52,7 @@ from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.models.mixture import ExpertGroup, MixtureOfExperts
 from h2o_flexgen.models.new_tokens import RowStates
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint, MemoryLimits, views_and_pieces
 from h2o_flexgen.planning.placement import HeldKV, place_weights
 from h2o_flexgen.planning.plan import DRAFTS, OFF, PINNED, PREFIX_POLICIES, STATE_DTYPES, Plan
@@ -69,6 +70,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import History, Sampler
 from h2o_flexgen.schedule import SCHEDULES
+from h2o_flexgen.schedule.ops import Op, Visit
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, encoded_with
 from tests.helpers.pairwise import most_of
@@ -77,7 +79,7 @@ from tests.helpers.tiny import tiny_config
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import used
 from tests.planning.allocations import peak_allocated
-from tests.planning.worlds import tiny_spec
+from tests.planning.worlds import block_of, in_halves, tiny_spec
 
 MIXTURES = (
     "mixtral",
@@ -257,6 +259,21 @@ def test_what_steps_before_have_read_is_counted_where_it_stays() -> None:
         )
 
     assert kept(0.5) > kept(1.0) == 0
+
+
+@pytest.mark.parametrize(("batches", "buffers"), [(3, 2), (6, 4)])
+def test_what_begun_layers_keep_is_counted_for_as_many_as_may_be_begun(batches: int, buffers: int) -> None:
+    plan = Plan.create(kv_recall=0.5, num_gpu_batches=batches, buffers=buffers).with_percent((100, 0, 0, 0, 100, 0)).at(Site())
+    block, spec = block_of([[60, 60]] * batches), in_halves(tiny_spec())
+    whole, begun = (BlockPlan.of(one, plan, block, Site()) for one in (tiny_spec(), spec))
+    alive = most = 0
+    for task in begun.schedule.tasks():
+        is_used = task.op is Op.COMPUTE and begun.schedule.traffic.chooses(Visit(*task.key[1:]))
+        alive += (task.op is Op.CHOOSE) - is_used
+        most = max(most, alive)
+    counted = [_decode_bytes(of.spec, plan, LevelHeads.of(of.kv, 0), Site()) for of in (begun, whole)]
+    of_queries_keys_and_values = 2 * 3 * spec.width * FLOAT_BYTES
+    assert counted[0] - counted[1] == most * of_queries_keys_and_values
 
 
 def test_the_disk_share_is_predicted_to_the_byte(checkpoints: Checkpoints, offload: Path) -> None:
