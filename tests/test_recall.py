@@ -250,8 +250,10 @@ def test_what_steps_have_read_is_there_for_later_ones(checkpoints: Checkpoints, 
     assert made.footprint.parts[HOST]["KV read before"] == promised
 
 
-def test_a_layer_makes_its_queries_once(checkpoints: Checkpoints, offload: Path) -> None:
-    """For the choice. What attends finds them."""
+@pytest.mark.parametrize(("kind", "products"), [("llama-gqa", 1), ("deepseek-v2", 2)])
+def test_a_layer_makes_its_queries_once(kind: str, products: int, checkpoints: Checkpoints, offload: Path) -> None:
+    """For the choice. What attends finds them: of latents those of heads, too."""
+    case = replace(LONG, kind=kind)
     made, asked = Counter[str](), [MadeProducts.add, MadeProducts.pop]
 
     def counted(kept: MadeProducts, *given: Any) -> Any:
@@ -260,10 +262,10 @@ def test_a_layer_makes_its_queries_once(checkpoints: Checkpoints, offload: Path)
         made[name] += outcome is not None
         return outcome
 
-    with LONG.open(checkpoints, offload) as llm, patch.multiple(MadeProducts, add=counted, pop=counted):
-        generate_with(llm, LONG)
-        steps, batches, layers = LONG.gen_len - 1, LONG.num_gpu_batches, len(llm.spec.kv_layers)
-    assert made == {"made": steps * batches * layers, "found": steps * batches * layers}
+    with case.open(checkpoints, offload) as llm, patch.multiple(MadeProducts, add=counted, pop=counted):
+        generate_with(llm, case)
+        visits = (case.gen_len - 1) * case.num_gpu_batches * len(llm.spec.kv_layers)
+    assert made == {"made": products * visits, "found": products * visits}
 
 
 def test_what_steps_choose_is_fetched_beside_other_batches(checkpoints: Checkpoints) -> None:

@@ -103,6 +103,13 @@ def counts_stay(x: Tensor, weights: Weights, beginning: str, gating: Gating) -> 
 def linear_of_heads(x: Tensor, weights: Weights, name: str) -> Tensor:
     """The products of heads (rows, tokens, heads, inputs) with a matrix of each head, one behind the other in one matrix:
     (rows, tokens, heads, outputs), of which those of a head lie together."""
+    if isinstance(weights, BegunWeights):
+        (made,) = weights.products((name,), lambda: [_linear_of_heads(x, weights, name)])
+        return made
+    return _linear_of_heads(x, weights, name)
+
+
+def _linear_of_heads(x: Tensor, weights: Weights, name: str) -> Tensor:
     rows, tokens, heads, inputs = x.shape
     matrix, _ = _linear(weights, name)
     made = linear_of_parts(x.permute(2, 0, 1, 3).reshape(heads, -1, inputs), matrix)

@@ -28,3 +28,13 @@ def test_products_are_made_once_and_found_in_the_order_in_which_they_were_made()
     expected = [*(x @ plain[f"{name}.weight"].T for name in NAMES), x @ plain["q.weight"].T, y @ plain["q.weight"].T]
     assert len(found) == 5 and all(map(torch.allclose, found, expected))
     assert not made(again, x, "q")[0].any()  # that one was not made before
+
+
+def test_products_of_heads_are_found_again_as_well() -> None:
+    x, matrix, kept = torch.randn(2, 1, 3, 4), torch.randn(3 * 5, 4), MadeProducts()
+    first = tensor_ops.linear_of_heads(x, BegunWeights({"k.weight": matrix}, kept, is_again=False), "k")
+    made_once = first.clone()
+    first.zero_()
+    again = BegunWeights({"k.weight": torch.zeros_like(matrix)}, kept, is_again=True)
+    assert torch.equal(tensor_ops.linear_of_heads(x, again, "k"), made_once) and made_once.any()
+    assert not tensor_ops.linear_of_heads(x, again, "k").any(), "that one was not made before"
