@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from h2o_flexgen import plan
-from h2o_flexgen.cli import plan_request, run_request
+from h2o_flexgen.cli import plan_request, plan_work, run_request
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.kernels import native
 from h2o_flexgen.planning import search
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Machine, find_machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.session import machine_source, opened_model
 from h2o_flexgen.session.plan_finder import PlanFinder
@@ -288,6 +290,17 @@ def test_what_a_search_found_is_priced_the_same_when_it_is_given(command: Any) -
     assert again["predicted"] == found["predicted"]
 
 
+def test_of_a_given_plan_it_is_said_that_lanes_wait_for_buffers(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(planned: WorkloadPlan, machine: Machine, limits: MemoryLimits) -> list[str]:
+        return [f"{planned.plan.buffers} buffers on {machine.name}, in {limits.host} bytes"]
+
+    monkeypatch.setattr(plan_work, "buffers_reason", reason)
+    given = ("--evaluate", "--percent", 0, 50, 0, 100, 0, 100, "--cpu-mem", 2_000_000_000)
+    for flags, times in ((given, 1), (("--cpu-mem", 2_000_000_000), 0)):
+        said = [line for line in command(*WORK, *flags).err if "buffers on" in line]
+        assert said == ["slow: 2 buffers on slow-cpu, in 2000000000 bytes"] * times
+
+
 def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     flags = ("--evaluate", "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB")
     error = command(*WORK, *flags, model="facebook/opt-1.3b").error
@@ -301,7 +314,7 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     ("flags", "words"),
     [
         (("--percent", 0, 50, 0, 50, 0, 50), ("--percent", "--evaluate")),
-        (("--percent", "auto"), ("six numbers; got 'auto'", "leave it out")),
+        (("--percent", "auto"), ("six numbers; got 'auto'", "without --percent the plan is searched")),
         (("--evaluate", "--allow-4bit"), ("--allow-4bit is for a search", "without --evaluate")),
         (("--evaluate", "--compress-weight", "--allow-int8"), ("--allow-int8 is for a search", "without --evaluate")),
         (("--allow-int8",), ("--compute int8 is for weights that are packed", "--compress-weight")),

@@ -350,7 +350,7 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         ),
         (
             {"device": "pretended", "percent": (0, 0, 100, 0, 100, 0), "policy": (*HALF, ("graphs", "on"))},
-            "with graphs='on' on a GPU; take graphs='auto', or leave kv_recall out",
+            "with graphs='on' where a GPU computes; take graphs='auto', or leave kv_recall out",
         ),
     ],
 )

@@ -21,12 +21,14 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams, run
 from h2o_flexgen.checkpoints.probe_file import write_probe
-from h2o_flexgen.cli import run_work
+from h2o_flexgen.cli import run_job, run_work
 from h2o_flexgen.cli.watch import RunWatch
 from h2o_flexgen.engine import resources
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.formats.kernel_table import LIBRARIES, TORCH
-from h2o_flexgen.planning.machine import find_machine
+from h2o_flexgen.planning.footprint import MemoryLimits
+from h2o_flexgen.planning.machine import Machine, find_machine
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.profiling import measure, profile_cache
@@ -1046,6 +1048,20 @@ def test_a_profile_at_hand_tells_of_faster_products(command: Any, monkeypatch: p
         found = [line for line in result.err if line.startswith("slow: products are exact; --compute int8 would be ")]
         assert result.status == 0 and len(found) == times and not any("slow: " in line for line in result.out)
         assert result.json["arithmetic"]["compute"] == result.json["plan"]["compute"] == ("int8" if extra else "exact")
+
+
+def test_of_a_given_plan_it_is_said_that_lanes_wait_for_buffers(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = find_machine("cpu-2core")
+
+    def reason(planned: WorkloadPlan, machine: Machine, limits: MemoryLimits) -> list[str]:
+        return [f"{planned.plan.buffers} buffers on {machine.name}, in {limits.host} bytes"]
+
+    monkeypatch.setattr(run_job, "buffers_reason", reason)
+    monkeypatch.setattr(profile_cache, "saved_machine", lambda name: known)
+    memory = ("--cpu-mem", 4_000_000_000, "--gen-len", 2)
+    for flags, times in ((DISK_HEAVY, 1), (("--percent", "auto", "--model", "smollm2", "--prompt", "a"), 0)):
+        said = [line for line in command(*memory, *flags).err if "buffers on" in line]
+        assert said == [f"slow: 2 buffers on {known.name}, in 4000000000 bytes"] * times
 
 
 def test_random_weights_can_be_packed_too(command: Any) -> None:

@@ -64,8 +64,8 @@ MOST_WORKERS = 1000
 
 DESCRIPTION = f"""\
 Run a file of requests and write a record for each as it finishes, in the form of OpenAI's batches. A line of the input is a
-request of such a batch, or {{"prompt": ...}} or {{"messages": [...]}} with the same options beside it; in a file that is not
-called .jsonl it is a text. A job that was interrupted, in whatever way, goes on with {RESUME}.
+request of such a batch, or {{"prompt": ...}} or {{"messages": [...]}} with the same options beside it; in a file that is called
+neither .jsonl nor .json it is a text. A job that was interrupted, in whatever way, goes on with {RESUME}.
 Without --model: the small one that travels with the package."""
 
 _AS_THEY_ARE = f"each request of {INPUT} has a prompt of its own, which is taken as long as it is"

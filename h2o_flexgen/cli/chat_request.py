@@ -11,14 +11,14 @@ from h2o_flexgen.cli.common_requests import DEMO_SAMPLING, adapter_of_all, model
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import FIRST_OF_PLANS, PLAN, Group, Parser, add_placement
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.files import local_path, parse_json
+from h2o_flexgen.core.files import JSON_LINES, local_path, parse_json
 from h2o_flexgen.core.workload import TOKENS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import LoRARequest, SamplingParams
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
-from h2o_flexgen.text.given_texts import read_lines
+from h2o_flexgen.text.given_texts import read_lines, refuse_document
 
 PROGRAM = "python -m h2o_flexgen.chat"
 GEN_LEN = 256
@@ -91,8 +91,9 @@ def request_of(flags: Namespace) -> ChatRequest:
 
 def turns_in(name: str) -> list[str]:
     file = local_path(name)
+    refuse_document(file, "input", "a turn")
     lines = read_lines(file, "input", "a turn")
-    if file.suffix != ".jsonl":
+    if file.suffix != JSON_LINES:
         return lines
     return [turn for number, line in enumerate(lines, start=1) for turn in _of_json(line, f"input {file}, line {number}")]
 

@@ -285,7 +285,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
-        if default is None or default is argparse.SUPPRESS or default == [] or action.nargs == 0:
+        if default in (None, argparse.SUPPRESS, [], "") or action.nargs == 0:
             return text
         return f"{text} (default: {_shown(default)})"
 

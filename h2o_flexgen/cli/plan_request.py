@@ -155,7 +155,7 @@ def _add_workload(group: Group) -> None:
 
 def _add_plan(parser: Parser) -> None:
     group = parser.group("plan", "what is named is kept, and the rest of sizes and shares is searched")
-    add_placement(group, instead_of_auto="the plan is searched without it; leave it out")
+    add_placement(group, instead_of_auto="without --percent the plan is searched")
     group.option(PLAN["compute"])
     parser.set_defaults(percent=None)
     add_sizes(group, "without --evaluate")

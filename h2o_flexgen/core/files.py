@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from h2o_flexgen.core.hints import one_line, shown
 
+JSON_LINES, DOCUMENT = ".jsonl", ".json"  # how names of files end
 TOO_DEEP = "brackets are nested too deeply"
 
 

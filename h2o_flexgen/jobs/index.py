@@ -15,13 +15,11 @@ from zlib import crc32
 
 import numpy
 
-from h2o_flexgen.core.files import parse_json
+from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, parse_json
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.jobs.line import (
     CUSTOM_ID,
-    DOCUMENT,
-    JSON_LINES,
     LONGEST_LINE,
     RESERVED,
     BadLine,

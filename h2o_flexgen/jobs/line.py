@@ -12,7 +12,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple, TypeAlias
 
-from h2o_flexgen.core.files import local_path, parse_json
+from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, local_path, parse_json
 from h2o_flexgen.core.hints import reason, refuse_unknown, shown
 from h2o_flexgen.jobs.line_fields import (
     CLASSIFY,
@@ -30,7 +30,6 @@ from h2o_flexgen.text.dialogue import Style
 from h2o_flexgen.text.prompts import Prompt, TextPair, read_chat, token_ids
 from h2o_flexgen.text.tokenizer import Message, Tokenizer
 
-JSON_LINES, DOCUMENT = ".jsonl", ".json"
 LONGEST_LINE = 1 << 26  # bytes
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from h2o_flexgen.core.files import parse_json, read_document_text, write_durably
+from h2o_flexgen.core.files import JSON_LINES, parse_json, read_document_text, write_durably
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.jobs.index import Index, InputPart
-from h2o_flexgen.jobs.line import JSON_LINES, BadLine
+from h2o_flexgen.jobs.line import BadLine
 from h2o_flexgen.jobs.openai_answers import BAD_REQUEST, RecordMaker, as_line, refusal
 from h2o_flexgen.jobs.recovery import OPEN, AppendFile, Finished, OutputReader, cleaned
 from h2o_flexgen.sampling.completion import Completion

@@ -446,7 +446,7 @@ class Plan:
             required = f"graphs={ON!r} is for plans that keep all KV and activations on the GPU"
             raise ValueError(f"{required}, and this one moves some; take graphs={AUTO!r}")
         if site.accelerator:
-            self.refuse_to_recall(f"graphs={ON!r} on a GPU", f"take graphs={AUTO!r}")
+            self.refuse_to_recall(f"graphs={ON!r} where a GPU computes", f"take graphs={AUTO!r}")
         if not site.accelerator and site.processor.build == TORCH:
             raise ValueError(f"graphs={ON!r} needs the kernels in C, and there are none here; take graphs={AUTO!r}")
 

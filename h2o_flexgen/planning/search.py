@@ -278,9 +278,11 @@ class TriedPlans:
         before, block = trial.candidate, _block_of(self.problem, trial.answer.plan)
         if (block, buffers) in self.numbers_tried or before.block_seconds <= (1 + WORTH_BUFFERS) * trial.answer.seconds:
             return trial
-        self.numbers_tried.add((block, buffers))
         answer = next(iter(solve_thoroughly([with_buffers(trial.answer.case, buffers)])), None)
-        if answer is None or not self.could_be_better(answer, than) or not self.problem.fits(answer.plan):
+        if answer is not None and not self.could_be_better(answer, than):
+            return trial  # the number is not noted: by itself, the block may still be faster with it
+        self.numbers_tried.add((block, buffers))
+        if answer is None or not self.problem.fits(answer.plan):
             return trial
         other = self._trial(answer)
         was, now = (_order(self.problem, one)[0] for one in (before, other.candidate))

@@ -110,7 +110,7 @@ def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
     if not found:
         found = [_smaller_with_less(asked, limits, tier)]
     if tier == DISK and any(found):
-        found.append("an offload_dir with more room")
+        found.append("an offload_dir with more room" if limits.folder else "more room on disk")
     if any(found):
         return "would fit: " + " or ".join(found)
     return f"no smaller batch or share fits: {_lacking(asked, limits, tier or HOST)}"
@@ -125,17 +125,19 @@ def _lacking(asked: WorkloadPlan, limits: MemoryLimits, tier: str) -> str:
         need = limits.needs(needed, least)
         misses.append((need - (limits.of(least) or 0), need, least))
     more, need, least = min(misses)
-    larger = f"free {format_bytes(more)} more there, or give an offload_dir on a larger disk"
-    return f"the smallest needs {format_bytes(need)} on {least}; {larger if least == DISK else more_memory(least, more, need)}"
+    larger = more_memory(least, more, need)
+    if least == DISK and limits.folder:
+        larger = f"free {format_bytes(more)} more in {limits.folder}, or give an offload_dir on a larger disk"
+    return f"the smallest needs {format_bytes(need)} on {least}; {larger}"
 
 
-MEMORY_FLAGS = {DEVICE: "--gpu-mem", HOST: "--cpu-mem"}
+MEMORY_OPTIONS = {DEVICE: "gpu_mem", HOST: "cpu_mem"}
 
 
 def more_memory(tier: str, more: int, need: int) -> str:
     """What to give where a plan that needs so much lacks so many bytes of it."""
-    flag = f" ({MEMORY_FLAGS[tier]} {ceil(need / 1e6)}MB)" if tier in MEMORY_FLAGS else ""
-    return f"give {format_bytes(more)} more on {tier}{flag}"
+    option = f" ({MEMORY_OPTIONS[tier]}='{ceil(need / 1e6)}MB')" if tier in MEMORY_OPTIONS else ""
+    return f"give {format_bytes(more)} more on {tier}{option}"
 
 
 def _smaller_with_less(asked: WorkloadPlan, limits: MemoryLimits, tier: str | None) -> str:

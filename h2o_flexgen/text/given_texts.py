@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import held_out_prose
-from h2o_flexgen.core.files import local_path, parse_json, read_text
+from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, local_path, parse_json, read_text
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 
@@ -29,16 +29,21 @@ def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None
 
 
 def read_prompts(file: Path) -> list[str]:
-    take = _from_json if file.suffix == ".jsonl" else str
+    refuse_document(file, "prompt file", "a prompt")
+    take = _from_json if file.suffix == JSON_LINES else str
     lines = enumerate(read_lines(file, "prompt file"), start=1)
     return [_of_line(line, take, f"prompt file {file}, line {number}") for number, line in lines]
 
 
-def read_lines(file: Path, what: str, of: str = "a prompt") -> list[str]:
-    """The lines of a file, without empty ones at its end."""
-    if file.suffix == ".json":
+def refuse_document(file: Path, what: str, of: str) -> None:
+    """Refuses a file that is called as one value of JSON is, where its lines would be taken for texts."""
+    if file.suffix == DOCUMENT:
         forms = f"{of} per line, as a text (.txt) or as JSON (.jsonl)"
         raise ValueError(f"{what} {file} is called .json, as one value of JSON is, and is read line by line; give {forms}")
+
+
+def read_lines(file: Path, what: str, of: str = "a prompt") -> list[str]:
+    """The lines of a file, without empty ones at its end."""
     lines = read_text(file, f"{what} {file}").split("\n")
     while lines and not lines[-1].strip():
         lines.pop()

@@ -20,7 +20,7 @@ from h2o_flexgen.evaluation.tasks.agreement import Agreement
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RECALL_TASKS, BoundRecall, RecallTask
 from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Bound, EvaluationTask, TaskOptions
-from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
+from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, read_articles, rouge
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
@@ -325,6 +325,12 @@ def test_a_line_that_is_no_article_is_refused_by_its_number(tmp_path: Path, line
     with pytest.raises(ValueError) as caught:
         XSum.of(TaskOptions(articles=str(file)))
     assert problem in str(caught.value)
+
+
+def test_articles_are_lines_of_json_whatever_their_file_is_called(tmp_path: Path) -> None:
+    file = Path(articles(tmp_path, (2, 3)))
+    read = read_articles(str(file))
+    assert len(read) == 2 and read_articles(str(file.rename(tmp_path / "a.json"))) == read
 
 
 def test_an_empty_file_or_none_is_refused(tmp_path: Path) -> None:

@@ -952,12 +952,12 @@ def test_a_refusal_says_where_a_plan_without_graphs_would_fit() -> None:
         assert ("graphs='off'" in str(caught.value)) == is_named
 
 
-@pytest.mark.parametrize(("tier", "flag"), [(DEVICE, "--gpu-mem"), (HOST, "--cpu-mem")])
-def test_where_nothing_fits_it_is_said_with_how_much_something_would(tier: str, flag: str) -> None:
+@pytest.mark.parametrize(("tier", "option"), [(DEVICE, "gpu_mem"), (HOST, "cpu_mem")])
+def test_where_nothing_fits_it_is_said_with_how_much_something_would(tier: str, option: str) -> None:
     request = request_of((30, 30, 30, 30, 30, 30), accelerator=True)
     with pytest.raises(ValueError, match=rf"on {tier} .*no smaller batch or share fits: the smallest needs ") as told:
         request.refuse_what_does_not_fit(MemoryLimits(**{tier: 1}))
-    said = rf"the smallest needs (.*?) on {tier}; give (.*?) more on {tier} \({flag} (\d+)MB\)$"
+    said = rf"the smallest needs (.*?) on {tier}; give (.*?) more on {tier} \({option}='(\d+)MB'\)$"
     need, more, enough = re.findall(said, str(told.value))[0]
     assert need == more, "the limit is a byte"
     assert parse_bytes(need.replace(" ", "")) == pytest.approx(1e6 * int(enough), rel=0.01)
@@ -965,10 +965,18 @@ def test_where_nothing_fits_it_is_said_with_how_much_something_would(tier: str, 
     assert "the smallest needs" in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * (int(enough) - 1)}))
 
 
-def test_a_full_disk_is_to_be_larger_by_what_is_said() -> None:
+@pytest.mark.parametrize(
+    ("folder", "larger"),
+    [
+        (Path("/data"), "free (.*) more in /data, or give an offload_dir on a larger disk"),
+        (None, "give (.*) more on disk"),
+    ],
+    ids=["a folder", "a limit alone"],
+)
+def test_a_full_disk_is_to_be_larger_by_what_is_said(folder: Path | None, larger: str) -> None:
     request = request_of((0, 30, 0, 30, 0, 30), accelerator=False)
-    limits = MemoryLimits(host=request.footprint.total(HOST), disk=1)
-    said = r"the smallest needs (.*) on disk; free (.*) more there, or give an offload_dir on a larger disk$"
+    limits = MemoryLimits(host=request.footprint.total(HOST), disk=1, folder=folder)
+    said = rf"the smallest needs (.*) on disk; {larger}$"
     need, more = re.findall(said, what_would_fit(request, limits))[0]
     assert need == more, "the limit is a byte"
     enough = int(1.01 * parse_bytes(need.replace(" ", "")))  # two decimals are shown
@@ -980,6 +988,7 @@ def test_too_small_a_disk_is_named_by_its_folder() -> None:
     limits = MemoryLimits(disk=request.footprint.total(DISK) - 1, folder=Path("/data/of me"))
     with pytest.raises(ValueError, match=r"on disk .*, /data/of me has room for .*; would fit: .* or an offload_dir with more"):
         request.refuse_what_does_not_fit(limits)
+    assert what_would_fit(request, replace(limits, folder=None)).endswith(" or more room on disk")
 
 
 def test_the_exact_need_fits_and_a_byte_less_does_not() -> None:

@@ -41,9 +41,9 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, RESUME, BatchOptions, BatchRequest, add_engine, add_job
 from h2o_flexgen.cli.flags import NOISE, Group, Parser, typed
 from h2o_flexgen.core.allowed_values import Bounds
-from h2o_flexgen.core.files import local_path, write_durably
+from h2o_flexgen.core.files import JSON_LINES, local_path, write_durably
 from h2o_flexgen.core.workload import MOST_PROMPTS, PROMPTS, TOKENS
-from h2o_flexgen.jobs.line import JSON_LINES, InputFile
+from h2o_flexgen.jobs.line import InputFile
 from h2o_flexgen.jobs.line_fields import Options
 from h2o_flexgen.jobs.output import Manifest
 from h2o_flexgen.sampling.params import SEED, SamplingParams
