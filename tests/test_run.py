@@ -714,7 +714,7 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
         (("--gpu-mem", "many"), ("'many'", "16GB")),
         (("--gpu-mem", "2GB"), ("--gpu-mem 2GB is for a GPU", "leave it out")),
         ((*SMALL, "--cut-gen-len", 6), ("--cut-gen-len 6 cuts nothing: --gen-len has 5",)),
-        (("--device", "abacus"), ("'abacus'", "cpu")),
+        (("--device", "abacus"), ("--device abacus is unknown", "cpu")),
         (("--trace", "/no/such/folder/trace.json"), ("--trace", "/no/such/folder")),
         (("--trace", "~nobody-here/trace.json"), ("--trace", "~nobody-here")),
         (("--log-file", "/no/such/folder/log"), ("--log-file", "/no/such/folder")),

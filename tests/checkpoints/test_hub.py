@@ -59,7 +59,7 @@ def test_a_path_that_is_not_there_never_goes_to_the_hub(name: str, monkeypatch: 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    assert "is a file; give the folder" in failing(str(tmp_path / "model.safetensors"))
+    assert "is a file; give a folder with weights and their config" in failing(str(tmp_path / "model.safetensors"))
 
 
 def test_a_gguf_file_of_another_name_is_recognised(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels.int8_product import int8_rows
-from h2o_flexgen.kernels.native import native_library, start_team
+from h2o_flexgen.kernels.native import native_library
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.kernels.variants import VARIANTS, used
 
@@ -139,10 +139,10 @@ def test_a_fork_has_a_team_of_its_own() -> None:
 def test_where_there_is_no_room_for_threads_fewer_compute() -> None:
     def limited() -> bool:
         done, before = list[int](), resource.getrlimit(resource.RLIMIT_AS)
-        native_library()
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
-        start_team(MANY)
-        resource.setrlimit(resource.RLIMIT_AS, before)  # Python has room, and what could not be started is not tried again
+        start, many, little = native_library().start_team, ctypes.c_int(MANY), (1 << 20, before[1])
+        resource.setrlimit(resource.RLIMIT_AS, little)  # from here on Python has no room for anything new
+        start(many)
+        resource.setrlimit(resource.RLIMIT_AS, before)  # it has again, and what could not be started is not tried again
         share_out(PARTS, MANY, lambda number, member: done.append(number))
         started = len(os.listdir("/proc/self/task"))  # in stacks that the parent's threads had, there may be some
         return sorted(done) == list(range(PARTS)) and started < MANY // 2
