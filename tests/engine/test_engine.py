@@ -401,7 +401,8 @@ def test_an_offload_folder_that_cannot_be_made_is_named(stage: str, checkpoints:
     file = tmp_path / "file"
     file.write_text("mine")
     folder = file if stage == "not a folder" else file / "deep" / "deeper"
-    with pytest.raises(ValueError, match=f"offload_dir {folder}: no file can be written in {file}; give another folder"), Case().open(checkpoints, folder) as llm:
+    line = f"offload_dir {folder}: no file can be written in {file}; give another folder"
+    with pytest.raises(ValueError, match=line), Case().open(checkpoints, folder) as llm:
         llm.generate([[1, 2]], SamplingParams(max_tokens=1))
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
 
