@@ -532,14 +532,14 @@ def test_a_signal_ends_a_command_also_where_python_has_dropped_the_one_before(dr
 
 
 @pytest.fixture
-def no_garbage_is_collected() -> Iterator[None]:
-    """What a signal raises is dropped while a `__del__` runs, and the next signal ends the command."""
-    gc.disable()
+def hangups_are_heard() -> Iterator[None]:
+    """Under `nohup` they are ignored, and commands leave it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    gc.enable()
+    signal.signal(signal.SIGHUP, before)
 
 
-def test_further_signals_do_not_disturb_the_cleaning_up(no_garbage_is_collected: None) -> None:
+def test_further_signals_do_not_disturb_the_cleaning_up(hangups_are_heard: None) -> None:
     cleaned: list[str] = []
 
     def work(_: Namespace) -> None:
