@@ -35,7 +35,7 @@ from tests.helpers.pairwise import ELSEWHERE, most_of
 from tests.kernels.test_chosen_slots import drawn, index_of
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted
-from tests.test_recall import ALIKE, HALF, HEADS_APART, KEEPING_SOME, LongBehind
+from tests.test_recall import ALIKE, HALF, HEADS_APART, KEEPING_SOME, LongBehind, index_one_token_behind
 
 WHERE = (  # shares of the tiers, and what attends KV in host memory
     ((100, 0, 0, 100, 100, 0), HOST),
@@ -184,12 +184,6 @@ def an_index_stays_on_the_device() -> Iterator[None]:
 @contextmanager
 def notes_of_parts_lie_in_one_place() -> Iterator[None]:
     with patch.object(PromptPlaces, "start_of_notes", lambda *_: 0):
-        yield
-
-
-@contextmanager
-def index_one_token_behind() -> Iterator[None]:
-    with patch.object(KeyIndex, "_with_newest", lambda index, now, keys, codes: codes[: len(keys)]):
         yield
 
 
