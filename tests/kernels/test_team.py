@@ -8,19 +8,22 @@ import resource
 import signal
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from h2o_flexgen.kernels.int8_product import int8_rows
-from h2o_flexgen.kernels.native import native_library
+from h2o_flexgen.kernels.native import native_library, start_team
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.kernels.variants import VARIANTS, used
 
 PARTS = 12  # so few are taken one by one
 MANY = 200  # threads
+ROOM_BYTES = 32 << 20  # for Python's own objects, and the stacks of a few threads
 pytestmark = [
     pytest.mark.parametrize("variant", VARIANTS[:1]),
     pytest.mark.skipif(sys.platform == "win32", reason="there are no kernels in C"),
@@ -114,7 +117,10 @@ def in_fork(work: Callable[[], bool]) -> bool:
         ok = False
         try:
             ok = work()
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(0 if ok else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -139,12 +145,13 @@ def test_a_fork_has_a_team_of_its_own() -> None:
 def test_where_there_is_no_room_for_threads_fewer_compute() -> None:
     def limited() -> bool:
         done, before = list[int](), resource.getrlimit(resource.RLIMIT_AS)
-        start, many, little = native_library().start_team, ctypes.c_int(MANY), (1 << 20, before[1])
-        resource.setrlimit(resource.RLIMIT_AS, little)  # from here on Python has no room for anything new
-        start(many)
-        resource.setrlimit(resource.RLIMIT_AS, before)  # it has again, and what could not be started is not tried again
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, before[1]))
+        start_team(MANY)
+        resource.setrlimit(resource.RLIMIT_AS, before)  # what could not be started is not tried again
         share_out(PARTS, MANY, lambda number, member: done.append(number))
         started = len(os.listdir("/proc/self/task"))  # in stacks that the parent's threads had, there may be some
+        print(f"{started} threads did {sorted(done)}", file=sys.stderr)
         return sorted(done) == list(range(PARTS)) and started < MANY // 2
 
     assert in_fork(limited)
