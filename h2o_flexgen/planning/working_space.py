@@ -84,14 +84,15 @@ class LevelHeads(NamedTuple):
     spec: ModelSpec  # of a model with these alone
     policy: KVPolicy
     occupancy: Occupancy
+    brings_chosen: bool  # what a step attends, from where it is not computed
 
     @classmethod
     def of(cls, kv: HeldKV, batch: int) -> list[LevelHeads]:
         """The levels of a batch, each as in the layer where it has most heads."""
         levels = enumerate(kv.levels)
         counted = [(level.policy, kv.occupancies[at][batch], kv.most_heads(at)) for at, level in levels]
-        pairs = zip(kv.specs, counted)
-        return [cls(spec.with_kv_heads(count), policy, occupancy) for spec, (policy, occupancy, count) in pairs if count]
+        pairs, brings = zip(kv.specs, counted), kv.index_is_copy
+        return [cls(spec.with_kv_heads(count), policy, own, brings) for spec, (policy, own, count) in pairs if count]
 
 
 def positions_at_once(plan: Plan, vocab: int) -> int:
@@ -249,7 +250,7 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, guesses: bool =
 
 def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site, tokens: int) -> int:
     """Bytes for so many tokens that are attended in one call."""
-    spec, policy, occupancy = at
+    spec, policy, occupancy, _ = at
     slots = attended(policy.recall, occupancy.capacity)
     scored = tokens * spec.heads * slots * (8 + 2 * spec.itemsize) + _evicting_bytes(at) + _recalling_bytes(at, plan, site)
     decoded = tokens * slots * _decoding_bytes_per_slot(spec, policy, site)
@@ -259,17 +260,14 @@ def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site, tokens: int)
 
 def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     """Bytes for choosing the slots that are attended: the numbers of these, and all of them side by side; what torch ranks them
-    by, for one row at a time, in fp32; and the newest keys on their way to the index. What a visit that reads from disk has
-    chosen is kept, with the products that its layer begins with: of one such visit more than the schedule has buffers."""
-    (spec, policy, occupancy), rows = at, at.occupancy.batch.size
+    by, for one row at a time, in fp32; and the newest keys on their way to the index."""
+    (spec, policy, occupancy, _), rows = at, at.occupancy.batch.size
     if policy.recall == ALL:
         return 0
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
     newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + 2 * index_bytes(policy.recall, spec))
     newest += rows * spec.kv_heads * FLOAT_BYTES * (capacity + 2 * chosen) * policy.has_scores  # what slots got
-    numbers = chosen * spec.kv_heads * NUMBER_BYTES * (1 + policy.reuses_read)  # of slots, and of their entries in memory
-    begun = (plan.buffers + 1) * (numbers + _begun_values(spec) * spec.itemsize)
-    taken = rows * (chosen * spec.kv_bytes_per_slot + begun + MARK_BYTES * WORKERS[READ] * capacity)
+    taken = rows * (chosen * spec.kv_bytes_per_slot + _chosen_bytes(at, plan))
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
         return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads, policy.chooses_together)
@@ -278,6 +276,17 @@ def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     values = capacity * spec.kv_heads * spec.head_dim
     ranked = capacity * (spec.kv_heads * RANKED_BYTES + 4 * spec.heads * FLOAT_BYTES)
     return newest + taken + ranked + 2 * values * FLOAT_BYTES + DECODING_BYTES * min(values, _values_at_once(site))
+
+
+def _chosen_bytes(at: LevelHeads, plan: Plan) -> int:
+    """Bytes for the numbers of the slots that a row has chosen. A visit that brings these slots from elsewhere keeps numbers
+    until then, with the products that its layer begins with: of one such visit more than the schedule has buffers."""
+    spec, policy, occupancy, brings_chosen = at
+    numbers = attended(policy.recall, occupancy.capacity) * spec.kv_heads * NUMBER_BYTES
+    if not brings_chosen:
+        return numbers
+    kept = numbers * (1 + policy.reuses_read) + _begun_values(spec) * spec.itemsize  # of slots, and of their entries in memory
+    return (plan.buffers + 1) * kept + MARK_BYTES * WORKERS[READ] * occupancy.capacity
 
 
 def _choosing_on_gpu_bytes(spec: ModelSpec, rows: int, slots: int) -> int:
@@ -348,7 +357,7 @@ def _pieces_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], tokens: int) ->
     positions, which are made in fp32. Each level has one rotation, since its layers are of one kind, and a step of its own
     that keeps the turns: so there is one turn for each level."""
     total = tokens * max(own.head_dim for own in spec.of_heads) * (spec.itemsize * len(levels) + 2 * FLOAT_BYTES)
-    for spec_of_level, policy, occupancy in levels:
+    for spec_of_level, policy, occupancy, _ in levels:
         of_keys = spec_of_level.kv_decoded_bytes_per_slot // spec.kv_sets
         of_token = spec_of_level.kv_decoded_bytes_per_slot + (of_keys if policy.rolls else 0)
         total += _attended(occupancy) * (of_token + 2 * spec_of_level.kv_heads * FLOAT_BYTES)
@@ -356,7 +365,7 @@ def _pieces_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], tokens: int) ->
 
 
 def _prompt_attention_bytes(at: LevelHeads, site: Site, at_once: int) -> int:
-    (spec, _, occupancy), batch = at, at.occupancy.batch
+    (spec, _, occupancy, _), batch = at, at.occupancy.batch
     total = batch.size * batch.prompt_len * batch.readings
     tokens, threads = min(total, at_once), site.threads_of(PROMPT_ATTENTION, spec.dtype)
     room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at, tokens, site)
@@ -445,7 +454,7 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
 
 def _scored_bytes(at: LevelHeads, at_once: int, site: Site) -> int:
     """Bytes for torch to score so many tokens, or to add up what keys receive of them."""
-    spec, policy, occupancy = at
+    spec, policy, occupancy, _ = at
     batch, keys = occupancy.batch, _attended(occupancy)
     is_asked_more = spec.attention_cap is not None or spec.sink_scores or policy.sees is not None
     is_wide = spec.head_dim > WIDTH_OF_TORCH
@@ -511,7 +520,7 @@ def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> in
 
 def _choosing_bytes(at: LevelHeads, threads: int) -> int:
     """Bytes for ranking the tokens of prompts, sorting them, and moving those that stay."""
-    spec, policy, occupancy = at
+    spec, policy, occupancy, _ = at
     if policy.keeps_all:
         return 0
     keys = occupancy.held(0) + occupancy.batch.prompt_len
@@ -523,7 +532,7 @@ def _choosing_bytes(at: LevelHeads, threads: int) -> int:
 
 def _extending_bytes(at: LevelHeads, threads: int) -> int:
     """Bytes for new tokens after held ones: all of them side by side, as held, as stored and as attended."""
-    spec, policy, occupancy = at
+    spec, policy, occupancy, _ = at
     if occupancy.held(0) == 0:
         return 0
     tokens = occupancy.batch.prompt_len
@@ -560,7 +569,7 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
 
 
 def _evicting_bytes(at: LevelHeads) -> int:
-    spec, policy, occupancy = at
+    spec, policy, occupancy, _ = at
     if policy.keeps_all:
         return 0
     weighed = 0 if policy.judge is None else WEIGHED_BYTES
