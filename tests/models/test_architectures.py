@@ -41,6 +41,7 @@ from tests.helpers.tiny import (
 )
 
 STEPS = 6
+ROUNDING = 2e-5  # of logits in single precision
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -81,6 +82,23 @@ def expected(kind: str) -> list[tuple[list[int], Tensor]]:
     return [generate_alone(hf_model(kind), prompt, STEPS) for prompt in PROMPTS]
 
 
+def exact_logits(kind: str) -> Tensor:
+    """The logits (rows, steps, vocab) in double precision."""
+    model = deepcopy(hf_model(kind)).double()
+    model.set_experts_implementation("eager")  # the default has products of groups in single precision alone
+    return torch.stack([generate_alone(model, prompt, STEPS)[1] for prompt in PROMPTS])
+
+
+def assert_as_exact(kind: str, logits: Tensor) -> None:
+    """Logits (rows, steps, vocab) are those of transformers. Where the two have rounded to different sides, they are as near to
+    the exact ones: a processor's products may round some models' states further than ROUNDING."""
+    theirs = torch.stack([row_logits for _, row_logits in expected(kind)])
+    if (logits - theirs).abs().max() > ROUNDING:
+        exact = exact_logits(kind)
+        own_error, their_error = (float((each - exact).abs().max()) for each in (logits, theirs))
+        assert own_error <= max(ROUNDING, 2 * their_error), f"{own_error:.1e}, and transformers {their_error:.1e}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ragged_rows_give_the_logits_and_tokens_of_transformers(kind: str) -> None:
     """And attention and MLP apart are bitwise the joined block."""
@@ -89,9 +107,8 @@ def test_ragged_rows_give_the_logits_and_tokens_of_transformers(kind: str) -> No
     logits, together = (resident_generate(model, weights_by_layer(model, tensors), PROMPTS, STEPS) for model in (apart, joined))
     assert torch.equal(torch.stack(logits), torch.stack(together))
     tokens = torch.stack(logits).argmax(-1).T.tolist()
-    for row, (expected_tokens, expected_logits) in enumerate(expected(kind)):
-        torch.testing.assert_close(torch.stack(logits)[:, row], expected_logits, atol=2e-5, rtol=0)
-        assert tokens[row] == expected_tokens
+    assert_as_exact(kind, torch.stack(logits, dim=1))
+    assert tokens == [expected_tokens for expected_tokens, _ in expected(kind)]
     assert len({tuple(row) for row in tokens}) > 1
 
 
