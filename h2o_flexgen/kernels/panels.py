@@ -18,6 +18,7 @@ from h2o_flexgen.kernels.native import KINDS, pointer, run
 from h2o_flexgen.kernels.raw_memory import address_of
 
 PLAIN_BITS = 0  # of a matrix without codes
+MOST_BETWEEN = 1.5  # times the rows of some runs: what they and the rows of others between them may be, without a copy
 
 
 class Run(ctypes.Structure):
@@ -25,8 +26,8 @@ class Run(ctypes.Structure):
 
 
 class JoinedRuns(NamedTuple):
-    """The rows of some runs, one run behind the other. A kernel may get few of all rows: those of the others need no room, but
-    where memory says which they are."""
+    """The rows of some runs. A kernel may get few of all rows: many others need no room, but where memory says which they
+    are."""
 
     rows: Tensor  # (rows, inputs)
     runs: ctypes.Array[Run]  # of these
@@ -34,14 +35,14 @@ class JoinedRuns(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, runs: Runs) -> JoinedRuns:
-        """Rows (..., inputs), copied only where others stand between them."""
+        """Rows (..., inputs), copied only where many others stand between them: few of them cost less room than a copy."""
         if isinstance(runs, CountedRows):
             return cls.counted(values, runs)
         rows, firsts = values.reshape(-1, values.shape[-1]), [first for first, _ in runs]
-        *begins, end = accumulate((count for _, count in runs), initial=0)
-        first = min(firsts, default=0)
-        if firsts == [first + begin for begin in begins]:
-            rows = rows[first : first + end]
+        *begins, count = accumulate((count for _, count in runs), initial=0)
+        first, behind = min(firsts, default=0), max((first + count for first, count in runs), default=0)
+        if behind - first <= MOST_BETWEEN * count:
+            rows, begins = rows[first:behind], [own - first for own in firsts]
         else:
             rows = torch.cat([rows[first : first + count] for first, count in runs])
         own = (Run * len(runs))(*(Run(begin, count) for begin, (_, count) in zip(begins, runs)))
