@@ -65,7 +65,7 @@ MOST_WORKERS = 1000
 DESCRIPTION = f"""\
 Run a file of requests and write a record for each as it finishes, in the form of OpenAI's batches. A line of the input is a
 request of such a batch, or {{"prompt": ...}} or {{"messages": [...]}} with the same options beside it; in a file that is called
-neither .jsonl nor .json it is a text. A job that was interrupted, in whatever way, goes on with {RESUME}.
+.txt it is a text. A job that was interrupted, in whatever way, goes on with {RESUME}.
 Without --model: the small one that travels with the package."""
 
 _AS_THEY_ARE = f"each request of {INPUT} has a prompt of its own, which is taken as long as it is"
@@ -349,7 +349,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} -i in.jsonl -o out.jsonl [--model NAME] [--percent W W KV KV A A] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program), INSTEAD, FIRST)
     group = parser.group("job")
-    group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON lines if it is called .jsonl, or texts")
+    group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON in each line (.jsonl), or a text (.txt)")
     add_job(group)
     group.truth("--skip-invalid", text="record bad lines as errors and run the others (default: nothing runs)")
     add_engine(parser)

@@ -18,7 +18,7 @@ from h2o_flexgen.profiling.busy_cores import Others
 from h2o_flexgen.sampling.params import LoRARequest, SamplingParams
 from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
-from h2o_flexgen.text.given_texts import read_lines, refuse_document
+from h2o_flexgen.text.given_texts import read_lines, refuse_other_names
 
 PROGRAM = "python -m h2o_flexgen.chat"
 GEN_LEN = 256
@@ -91,7 +91,7 @@ def request_of(flags: Namespace) -> ChatRequest:
 
 def turns_in(name: str) -> list[str]:
     file = local_path(name)
-    refuse_document(file, "input", "a turn")
+    refuse_other_names(file, "input", "a turn")
     lines = read_lines(file, "input", "a turn")
     if file.suffix != JSON_LINES:
         return lines
@@ -127,7 +127,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 
 def _add_turns(group: Group) -> None:
-    given = 'turns, all of one talk: one per line, or (.jsonl) {"prompt": ...} or {"turns": [...]} per line'
+    given = 'turns, all of one talk: one per line (.txt), or {"prompt": ...} or {"turns": [...]} per line (.jsonl)'
     group.value("--input", "FILE", given)
     styles = "how turns become text: the model's chat template, a script of User: and Assistant:, or plain continuing"
     group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)

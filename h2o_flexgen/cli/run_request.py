@@ -261,7 +261,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
 
 def _add_prompts(group: Group) -> None:
     group.add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
-    group.value("--prompt-file", "FILE", 'a prompt per line, or (.jsonl) a {"prompt": ...} per line')
+    group.value("--prompt-file", "FILE", 'a prompt per line (.txt), or a {"prompt": ...} per line (.jsonl)')
     number = f"how many made-up prompts (default: one block; {FEW_PROMPTS} without sizes or a plan); of given ones the first N"
     group.value("--num-prompts", "N", number, PROMPTS)
     group.value("--prompt-len", "TOKENS", f"length of made-up prompts (default: {DEFAULT_TOKENS})", TOKENS)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from h2o_flexgen.core.hints import one_line, shown
 
 JSON_LINES, DOCUMENT = ".jsonl", ".json"  # how names of files end
+TEXTS = (".txt", "")  # the same where each line is a text
 TOO_DEEP = "brackets are nested too deeply"
 
 
@@ -61,6 +62,11 @@ LARGEST_DOCUMENT = 1 << 28  # bytes: far more than any description that is read 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """The path, with the folder of a user for ~ in front. That of a user that the machine does not know stays as it is."""
     return Path(os.path.expanduser(path))  # Path's own raises for an unknown user
+
+
+def may_hold_texts(path: Path) -> bool:
+    """Whether a file is called as one with a text per line is. Each line of a page or a table would be taken for one."""
+    return path.suffix.lower() in TEXTS
 
 
 def read_text(path: Path, what: str) -> str:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy
 
-from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, parse_json
+from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, may_hold_texts, parse_json
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.jobs.line import (
@@ -242,7 +242,7 @@ class _Checker:
 
     def take(self, raw: RawLine) -> None:
         if not len(self._index):
-            self._refuse_json_in_disguise(raw)
+            self._refuse_no_texts(raw)
         if self._known is not None and self._digest_of_known is None and raw.offset >= self._known.nbytes:
             self._digest_of_known = self._digest.hexdigest()
         self._digest.update(b"%d:%b\n" % (raw.number, raw.data))
@@ -260,18 +260,20 @@ class _Checker:
         if len(self._refused) < self._named:
             self._refused.append((number, str(bad)))
 
-    def _refuse_json_in_disguise(self, raw: RawLine) -> None:
-        """Refuses a file of JSON lines with a name for text, and a document: each line would be taken for a prompt."""
+    def _refuse_no_texts(self, raw: RawLine) -> None:
+        """Refuses a file of JSON lines with a name for text, a document, and what is called as no texts are: each line would be
+        taken for a prompt."""
         name = self._index.file.name
         if self._index.reader.is_json:
             return
         if raw.data.lstrip().startswith(b"{") and _is_json(raw.data):
-            raise ValueError(
-                f"{name} has JSON in its first line, but not {JSON_LINES} in its name, which texts lack; rename it"
-            )
+            raise ValueError(f"{name} has JSON in its first line, as requests have, and is not called {JSON_LINES}; rename it")
         if self._index.file.is_document:
             forms = f"a request of JSON per line, in a file called {JSON_LINES}, or a text per line, in one called .txt"
             raise ValueError(f"{name} is called {DOCUMENT}, and its lines are no requests; give {forms}")
+        if not may_hold_texts(path := self._index.file.path):
+            would = f"is called {path.suffix}, and each of its lines would be a prompt"
+            raise ValueError(f"{name} {would}; if they are, call it .txt, or {JSON_LINES} if they are requests")
 
     def checked(self) -> CheckedFile:
         index = self._index

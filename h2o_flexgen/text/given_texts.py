@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import held_out_prose
-from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, local_path, parse_json, read_text
+from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, local_path, may_hold_texts, parse_json, read_text
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 
@@ -29,17 +29,20 @@ def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None
 
 
 def read_prompts(file: Path) -> list[str]:
-    refuse_document(file, "prompt file", "a prompt")
+    refuse_other_names(file, "prompt file", "a prompt")
     take = _from_json if file.suffix == JSON_LINES else str
     lines = enumerate(read_lines(file, "prompt file"), start=1)
     return [_of_line(line, take, f"prompt file {file}, line {number}") for number, line in lines]
 
 
-def refuse_document(file: Path, what: str, of: str) -> None:
-    """Refuses a file that is called as one value of JSON is, where its lines would be taken for texts."""
+def refuse_other_names(file: Path, what: str, of: str) -> None:
+    """Refuses a file that is called neither as texts nor as JSON lines are: each of its lines would be taken for a text."""
     if file.suffix == DOCUMENT:
         forms = f"{of} per line, as a text (.txt) or as JSON (.jsonl)"
         raise ValueError(f"{what} {file} is called .json, as one value of JSON is, and is read line by line; give {forms}")
+    if file.suffix != JSON_LINES and not may_hold_texts(file):
+        would = f"is called {file.suffix}, and each of its lines would be {of}"
+        raise ValueError(f"{what} {file} {would}; if they are, call it .txt, or for JSON .jsonl")
 
 
 def read_lines(file: Path, what: str, of: str = "a prompt") -> list[str]:

@@ -17,6 +17,8 @@ def test_a_line_is_a_turn_and_a_json_line_one_or_several(tmp_path: Path) -> None
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match=r"^input .*a.json is called .json, .*; give a turn per line, as a text"):
         turns_in(str(tmp_path / "a.json"))
+    with pytest.raises(ValueError, match=r"^input .*a.log is called .log, and each of its lines would be a turn; if "):
+        turns_in(str(tmp_path / "a.log"))
 
 
 @pytest.mark.parametrize(

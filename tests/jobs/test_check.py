@@ -78,10 +78,21 @@ def test_what_is_no_input_is_refused(tmp_path: Path) -> None:
     assert "is no plain file" in one_line(lambda: InputFile.of(os.devnull))
     assert "is empty; write a request per line" in one_line(lambda: checked(tmp_path, "", " "))
     said = one_line(lambda: checked(tmp_path, {"prompt": "x"}, name="in.json"))
-    assert said.endswith("has JSON in its first line, but not .jsonl in its name, which texts lack; rename it")
+    assert said.endswith("has JSON in its first line, as requests have, and is not called .jsonl; rename it")
     said = one_line(lambda: checked(tmp_path, "{", '  "prompt": "x"', "}", name="in.json"))
     assert "in.json is called .json, and its lines are no requests; give a request of JSON per line" in said
-    assert checked(tmp_path, "{braces are text}", name="in.txt").num_refused == 0
+
+
+@pytest.mark.parametrize("name", ["README.md", "table.csv", "in.JSONL", "in.txt.gz"])
+def test_a_file_that_is_not_called_as_texts_are_is_refused(name: str, tmp_path: Path) -> None:
+    said = one_line(lambda: checked(tmp_path, "# A title", "A line", name=name))
+    would = f"{name} is called {Path(name).suffix}, and each of its lines would be a prompt"
+    assert said.endswith(f"{would}; if they are, call it .txt, or .jsonl if they are requests")
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.TXT", "prompts"])
+def test_a_file_that_is_called_as_texts_are_has_a_text_per_line(name: str, tmp_path: Path) -> None:
+    assert checked(tmp_path, "{braces are text}", name=name).num_refused == 0
 
 
 # -- the part that was checked before --------------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ def test_nothing_given_is_nothing() -> None:
     [
         ("a.txt", b"one\n\nthree\n", "line 2 is empty"),
         ("a.txt", b"", "is empty; write a prompt per line"),
+        (
+            "a.md",
+            b"one\n",
+            "each of its lines would be a prompt; if they are, call it .txt, or for JSON .jsonl",
+        ),
         ("a.txt", b"caf\xe9\n", "not UTF-8 text .byte 3"),
         ("a.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', "line 2 is no"),
         ("a.jsonl", b"[1, 2]\n", "line 1 is no"),
