@@ -144,7 +144,8 @@ def tokenizer(tokenizer_kind: str, tokenizers: dict[str, Tokenizer]) -> Tokenize
 
 @pytest.fixture
 def offload(tmp_path: Path) -> Iterator[Path]:
-    """A folder for offloading that does not exist yet; what made it must have taken it away again."""
+    """A folder for offloading that does not exist yet; what made it, or another beside it, must have taken it away again."""
     folder = tmp_path / "offload" / "deep"
+    folder.parent.mkdir()
     yield folder
-    assert not folder.parent.exists(), f"{sorted(folder.parent.rglob('*'))} is left behind"
+    assert not (left := sorted(folder.parent.rglob("*"))), f"{left} is left behind"

@@ -61,7 +61,7 @@ def together(llm: LLM, case: Case, offload: Path, parts: Sequence[Any], model: M
     threads = []
     with descriptors(2) as (weights, passing):
         for number, part in enumerate(parts):
-            site = SiteRequest(case.device, threads=1, offload_dir=str(offload / str(number)))
+            site = SiteRequest(case.device, threads=1, offload_dir=str(offload.with_name(str(number))))
             place = ProcessPlace(number, model, site, llm.loaded.requested, weights, passing)
             threads.append(
                 threading.Thread(target=compute, args=(ProcessLink(pipes[number][1]), place, part), name=str(number))
@@ -343,7 +343,7 @@ def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Pat
     status, words = (130, "interrupted") if way == "interrupt" else (-signal.SIGKILL, "")
     assert process.returncode == status and words in err and "Traceback" not in err, err
     if way == "kill":  # nothing is left that could remove it
-        for folder in (*offload.glob("*"), offload, offload.parent):
+        for folder in (*offload.glob("*"), offload):
             folder.rmdir()
 
 

@@ -524,6 +524,17 @@ def test_a_dry_run_loads_and_writes_nothing(command: Any, opt: Path, offload: Pa
     assert result.json["needed_bytes"]["host"] > 0
 
 
+def test_a_dry_run_says_what_a_run_keeps_and_what_makes_it_slow(command: Any, opt: Path) -> None:
+    recall = ("--kv-recall", 0.5, "--kv-recall-reuse")
+    slow = "slow: --kv-recall-reuse keeps nothing: no KV is on disk, and steps read it where it is; leave it out"
+    assert slow in command("--model", opt, *SMALL, *IN_MEMORY, *recall, "--dry-run").err
+    out = command("--model", "facebook/opt-125m", *SMALL, *IN_MEMORY, "--kv-policy", "h2o", "--dry-run").out
+    assert any(line.startswith("heads     equal budgets: what each needs is measured by the first run") for line in out)
+    assert any(line.startswith("facts     how many facts of a text survive this policy was not measured") for line in out)
+    assert "seen by its config alone: a run takes its own weights and tokenizer, in which texts have fewer tokens" in out
+    assert "weights are random, so the text is noise" not in out
+
+
 def test_a_dry_run_knows_the_sizes_of_the_largest_models(command: Any) -> None:
     published = ("--percent", 0, 50, 0, 0, 0, 100, "--gpu-batch-size", 32, "--num-gpu-batches", 8)
     result = command("--model", "facebook/opt-175b", "--path", "_DUMMY_", *published, "--dry-run", "--cpu-mem", "100TB")

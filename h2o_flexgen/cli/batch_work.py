@@ -223,6 +223,7 @@ class BatchJob:
             return
         self.find_plan()
         self.tell(self.plan_lines())
+        say_slow(plan_reasons(self.plan_report.planned, self.plan_report.arithmetic))
         print(json.dumps({**self.plan_report.as_json(), **counts}))
 
     def tell(self, lines: Iterable[str]) -> None:

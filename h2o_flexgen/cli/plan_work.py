@@ -115,13 +115,14 @@ class FoundReport:
         request = self.request
         return PlanReport(
             model=request.model.name,
-            dummy_weights=request.model.dummy_weights,
+            is_noise=request.model.dummy_weights,
             adapters=request.model.adapter,
             requested=request.plan if isinstance(request.plan, Plan) else self.found.best.plan,
             planned=self.planned,
             limits=self.problem.limits,
             processor=processor(self.problem.machine.device) if request.machine is None else None,
             stored=self.stored,
+            measures_heads=request.model.measures_heads,
         )
 
     @cached_property

@@ -11,8 +11,6 @@ from math import isfinite
 
 from h2o_flexgen.cli.profile_request import ProfileRequest
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.core.environment import default_offload_folder
-from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import set_threads
@@ -29,9 +27,10 @@ LATENTS = {WHOLE: "latents, all", CHOOSING: "latents, choosing", CHOSEN: "latent
 
 
 def work(request: ProfileRequest) -> None:
+    request.site.refuse_unusable_folder()
     with Progress(0, "profile") as progress:
         set_threads(request.site.threads)
-        folder = local_path(request.site.offload_dir or default_offload_folder())
+        folder = request.site.offload_folder
         device, dtype, file = open_device(request.site.device), request.dtype, request.file
         sizes = QUICK if request.quick else FULL
         mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others(folder)

@@ -68,6 +68,7 @@ def work(request: RunRequest) -> None:
         job.find_plan()
         job.announce()
         if request.dry_run:
+            job.say_slow()
             print(json.dumps(job.plan_as_json()))
         elif job.processes > 1:
             job.say_slow()

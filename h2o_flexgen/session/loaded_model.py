@@ -93,7 +93,7 @@ class LoadedModel:
         site.refuse_memory_of_no_gpu(self.device.accelerator, "this model computes on the CPU")
         self._take(request.plan)
         site.refuse_unusable_folder()
-        self.offload_folder = site.offload_folder
+        self.offload_folder, self.folder_to_make = site.offload_folder, site.folder_to_make
         caches = [cache_folder(kind) for kind in COPIES]
         self.leftovers = remove_leftovers(self.offload_folder, caches, folder_of_sockets())
         self._open()
@@ -190,7 +190,8 @@ class LoadedModel:
 
     def _wants_heads(self, plan: Plan) -> bool:
         """Whether the plan is to go by what heads need, and nothing is known of it."""
-        return plan.head_budgets is None and self.request.model.measures_heads and plan.suits_any_head_budgets
+        asked = self.request.model
+        return plan.head_budgets is None and asked.measures_heads and not asked.is_looked_at and plan.suits_any_head_budgets
 
     def _copies_for(self, source: WeightSource) -> bool:
         """Whether the source would copy weights that the plan's own source does not need."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from h2o_flexgen.calibration.calibration import calibrate
 from h2o_flexgen.calibration.text_reading import KeptReading, Pace, ReadModel, TakesTooLong
 from h2o_flexgen.checkpoints.derived import CALIBRATE, HEAD_BUDGETS, kept_file
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.engine.reports import Stage, Stages
 from h2o_flexgen.memory.host import shortage_of
 from h2o_flexgen.policies.head_budgets import EQUAL, HeadBudgets, why_unmeasured, write_head_budgets
@@ -31,6 +32,12 @@ def kept_reading(model: str, ids: Sequence[Sequence[int]], dtype: str) -> KeptRe
     return None if place is None else KeptReading(place.with_suffix(READING), checksum([*map(tuple, ids)], dtype))
 
 
+def tokens_read(spec: ModelSpec) -> int:
+    """Tokens of each text that a run measures heads with; none where a model's texts are too short for that."""
+    tokens = min(USUAL_TOKENS, spec.seen_positions // 2)
+    return 0 if tokens < FEWEST_TOKENS else tokens
+
+
 @dataclass(frozen=True)
 class HeadMeasuring:
     """What one measurement needs of a model that is open."""
@@ -44,8 +51,8 @@ class HeadMeasuring:
     def budgets(self, model: ReadModel) -> HeadBudgets | None:
         """The head budgets, kept for later runs. None: all heads are to have equal budgets. A line says why, but for models
         and tokenizers that cannot read the texts."""
-        place, tokens = kept_file(self.source, HEAD_BUDGETS), min(USUAL_TOKENS, model.spec.seen_positions // 2)
-        if place is None or tokens < FEWEST_TOKENS or why_unmeasured(model.spec) or not self.tokenizer.reads_texts:
+        place, tokens = kept_file(self.source, HEAD_BUDGETS), tokens_read(model.spec)
+        if place is None or not tokens or why_unmeasured(model.spec) or not self.tokenizer.reads_texts:
             return None
         try:
             _refuse_unwritable(place.parent)

@@ -84,11 +84,15 @@ class ModelRequest:
     )
 
     measures_heads: bool = False  # once, if the plan shares out what is kept, and nothing is known of the heads
+    is_looked_at: bool = False  # nothing is computed, so nothing is measured
+    stands_for_own: bool = False  # random weights stand for the model's own, which would have to be fetched or converted
 
     def without_weights(self) -> ModelRequest:
         """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
-        has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
-        return self.without_measuring if has_headers else replace(self, dummy_weights=True, adapter=(), measures_heads=False)
+        seen = replace(self, is_looked_at=True)
+        if is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS))):
+            return seen
+        return replace(seen, dummy_weights=True, adapter=(), stands_for_own=not self.dummy_weights)
 
     def refuse_missing(self) -> None:
         """Refuses a model that is nowhere on this machine, and no name on the hub, as opening it would but without torch. So it
@@ -143,7 +147,8 @@ class SiteRequest:
         None,
         Rule(lambda path: path, "a path"),
         "FOLDER",
-        "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)",
+        "where KV, activations and random weights go on disk; what is not there is made, if the folder above it exists, and "
+        "removed at the end (default: below ~/.cache/h2o_flexgen)",
     )
     prefix_dir: str | Path | None = option(
         None,
@@ -182,15 +187,23 @@ class SiteRequest:
         """The site of each process: with a share of the threads, if the user gave no number."""
         return self if self.gpus == 1 else replace(self, threads=self.threads or max(1, cores() // self.gpus))
 
+    @property
+    def folder_to_make(self) -> Path | None:
+        """The offload folder, if it was named and is not there: it is made for a run, and removed at its end."""
+        return None if self.offload_dir is None or self.offload_folder.exists() else self.offload_folder
+
     def refuse_unusable_folder(self) -> None:
-        """Refuses an offload folder that was named and takes no files: no other plan would mend that."""
+        """Refuses an offload folder that was named and takes no files: no other plan would mend that. Nor would one mend a path
+        that is mistyped: what lies there would go to whatever disk is above it."""
         if self.offload_dir is None:
             return
-        place = existing_folder(self.offload_folder)
+        given, whole = f"{self.named('offload_dir')} {self.offload_folder}", self.offload_folder.absolute()
+        place = existing_folder(whole)
         has_files = place.is_dir() and disk_usage(place).total > 0  # /proc and the like have room for none
         if not has_files or not os.access(place, os.W_OK | os.X_OK):
-            why = f"no file can be written in {place}"
-            raise ValueError(f"{self.named('offload_dir')} {self.offload_folder}: {why}; give another folder")
+            raise ValueError(f"{given}: no file can be written in {place}; give another folder")
+        if missing := [parent for parent in whole.parents if not parent.exists()]:
+            raise ValueError(f"{given}: {missing[-1]} is not there; mend the path, or make {whole.parent}")
 
     def refuse_memory_of_no_gpu(self, has_gpu: bool, machine: str) -> None:
         """Refuses a limit on GPU memory where no GPU computes: it would limit nothing, and the caller expects otherwise."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.completion import Completion, StepLogprobs, TokenLogprob
 from h2o_flexgen.schedule.ops import Op, Task
+from h2o_flexgen.session.open_request import SiteRequest
 from tests.planning.worlds import tiny_spec
 
 
@@ -105,6 +107,15 @@ def test_one_of_a_kind_is_no_plural() -> None:
     assert {"prompts   2 of up to 4 tokens, 3 to generate for each", "block     2 rows x 2 batches; 1 block to run"} <= {
         *several
     }
+
+
+def test_a_folder_that_is_made_for_a_run_is_said(tmp_path: Path) -> None:
+    site, there = SiteRequest(offload_dir=tmp_path / "new"), SiteRequest(offload_dir=tmp_path)
+    assert (SiteRequest().folder_to_make, there.folder_to_make) == (None, None)
+    planned = WorkloadPlan(tiny_spec(1), Plan(), Workload((1,), 3), Site())
+    made = PlanReport("tiny", False, Plan(), planned, MemoryLimits(), None, folder_to_make=site.folder_to_make)
+    said = f"--offload-dir {tmp_path}/new is not there: it is made, and removed at the end"
+    assert said in made.lines() and said not in replace(made, folder_to_make=there.folder_to_make).lines()
 
 
 def test_columns_of_a_table_stand_below_each_other() -> None:

@@ -47,6 +47,8 @@ def test_a_look_at_the_plan_reads_headers_of_safetensors_and_nothing_else(weight
     chosen = choose_model(None, str(folder), False)
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert chosen.without_weights().dummy_weights  # else it would be converted
-    assert choose_model("owner/model", None, False).without_weights().dummy_weights  # else it would be downloaded
+    seen = choose_model("owner/model", None, False).without_weights()
+    assert seen.dummy_weights and seen.stands_for_own  # else it would be downloaded
+    assert not choose_model("owner/model", None, True).without_weights().stands_for_own  # random ones were asked for
     (folder / "model.safetensors").write_bytes(b"")
-    assert not chosen.without_weights().dummy_weights
+    assert not chosen.without_weights().dummy_weights and chosen.without_weights().is_looked_at

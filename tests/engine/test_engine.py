@@ -407,6 +407,14 @@ def test_an_offload_folder_that_cannot_be_made_is_named(stage: str, checkpoints:
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
 
 
+def test_an_offload_folder_in_one_that_is_not_there_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = tmp_path / "mistyped" / "deep" / "deeper"
+    line = f"offload_dir {folder}: {tmp_path}/mistyped is not there; mend the path, or make {folder.parent}"
+    with pytest.raises(ValueError, match=line), Case().open(checkpoints, folder):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_peaks_are_of_the_last_generate(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("opt", ALL_ON_DISK).open(checkpoints, offload) as llm:
         llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=40))

@@ -197,7 +197,7 @@ def test_closing_lets_all_finish_and_admits_no_more(llm: LLM) -> None:
 
 def test_models_take_turns_and_the_other_gives_its_memory_back(checkpoints: Checkpoints, offload: Path) -> None:
     turns = Turns()
-    opened = CASE.open(checkpoints, offload / "one"), CASE.open(checkpoints, offload / "other")
+    opened = CASE.open(checkpoints, offload), CASE.open(checkpoints, offload.with_name("other"))
     with opened[0] as one, opened[1] as other, Desks(one, turns=turns) as first, Desks(other, turns=turns) as second:
         texts = []
         for desks, held, given_back in ((first, one, other), (second, other, one), (first, one, other)):

@@ -33,10 +33,12 @@ from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import ALL, attended
+from h2o_flexgen.session.measured_heads import MOST_SECONDS, tokens_read
 from h2o_flexgen.session.open_request import heads_of_another, with_known_heads
 
 Counted = tuple[Occupancy, int]  # how often there is such a one
 TYPED = options_of(KVOptions)
+BY_FIRST_RUN = f"by the first run, once; or, if that takes more than {MOST_SECONDS / 60:g} minutes,"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class KeptByPolicy:
     source: str = ""  # of the model; none where weights are random
     adapters: Sequence[str] = ()  # that are merged into it, as they were given
     reads_texts: bool = True  # its tokenizer does
+    measures_heads: bool = False  # a run does, before
 
     @property
     def policy(self) -> KVPolicy:
@@ -82,6 +85,8 @@ class KeptByPolicy:
             given = " ".join(f"--adapter {one}" for one in self.adapters)
             command = f"{PROGRAM} --model {self.source} {given} {OUTPUT} FILE"
             return f"what each needs with --adapter is measured by: {command}; and --head-budgets FILE takes it"
+        if self.measures_heads and tokens_read(self.planned.spec):
+            return f"what each needs is measured {BY_FIRST_RUN} by: {PROGRAM} --model {self.source}"
         other, advice = heads_of_another(self.source), f"what each needs is measured once by: {PROGRAM} --model {self.source}"
         return advice if other is None else f"{other.file} is of a model of another shape, {other.model}; {advice}"
 

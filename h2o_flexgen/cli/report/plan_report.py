@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, told
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
@@ -38,7 +39,7 @@ ON_PAGE = ("model", "schedule", "KV", "numbers", "kernels")  # labels
 @dataclass(frozen=True)
 class PlanReport:
     model: str
-    dummy_weights: bool
+    is_noise: bool  # its weights are random, as was asked for
     requested: Plan  # as it was asked for
     planned: WorkloadPlan  # in force: folded without an accelerator
     limits: MemoryLimits
@@ -49,13 +50,17 @@ class PlanReport:
     adapters: Sequence[str] = ()  # that are merged into the model, as they were given
     stored: StoredWeights | None = None  # what was found in the checkpoint
     arriving: bool = False  # how many prompts will come is not known
+    measures_heads: bool = False  # a run of it does, before
+    is_of_config: bool = False  # its files were not opened
+    folder_to_make: Path | None = None  # the offload folder, if it was named and is not there
 
     @classmethod
     def of(cls, loaded: LoadedModel, planned: WorkloadPlan, arriving: bool = False) -> PlanReport:
         """The report of a model that is open."""
+        asked = loaded.request.model
         return cls(
-            model=loaded.request.model.name,
-            dummy_weights=loaded.request.model.dummy_weights,
+            model=asked.name,
+            is_noise=asked.dummy_weights and not asked.stands_for_own,
             requested=loaded.requested,
             planned=planned,
             limits=loaded.limits,
@@ -63,9 +68,12 @@ class PlanReport:
             packing=loaded.packing,
             tokenizer_note=loaded.tokenizer.note,
             reads_texts=loaded.tokenizer.reads_texts,
-            adapters=loaded.request.model.adapter,
+            adapters=asked.adapter,
             stored=StoredWeights.of(loaded.opened),
             arriving=arriving,
+            measures_heads=asked.measures_heads and asked.is_looked_at,
+            is_of_config=asked.stands_for_own,
+            folder_to_make=loaded.folder_to_make,
         )
 
     @property
@@ -103,8 +111,8 @@ class PlanReport:
         )
         yield from self._of_work()
         yield from self._of_schedule()
-        source = "" if self.dummy_weights else self.planned.spec.name
-        yield from KeptByPolicy(self.planned, source, self.adapters, self.reads_texts).entries()
+        source = "" if self.is_noise else self.planned.spec.name
+        yield from KeptByPolicy(self.planned, source, self.adapters, self.reads_texts, self.measures_heads).entries()
         yield from self._of_states()
         yield entry("numbers", self.arithmetic.line(), arithmetic=self.arithmetic.as_json())
         yield from self._of_devices()
@@ -114,7 +122,11 @@ class PlanReport:
         yield entry("kernels", kernels, kernels=kernels)
         nbytes = self.packing.nbytes if self.packing else 0
         yield told(*[f"the weights are packed first, once: {self.packing}"] * (nbytes > 0), bytes_to_pack=nbytes)
-        if self.dummy_weights:
+        if self.folder_to_make is not None:
+            yield told(f"--offload-dir {self.folder_to_make} is not there: it is made, and removed at the end")
+        if self.is_of_config:
+            yield told("seen by its config alone: a run takes its own weights and tokenizer, in which texts have fewer tokens")
+        if self.is_noise:
             yield told("weights are random, so the text is noise")
         if self._is_folded:
             yield told("no GPU: what was meant for it lives in host memory")
