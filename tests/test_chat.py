@@ -254,6 +254,19 @@ def test_nothing_that_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == expected
 
 
+def test_what_looks_like_a_command_is_no_turn_where_it_is_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[str] = []
+    monkeypatch.setattr(chat_work.Chat, "reply", lambda chat, turn: turns.append(turn))
+    for is_typed in (True, False):
+        talk = chat_work.Chat(None, None, SamplingParams(), is_typed=is_typed)  # type: ignore[arg-type]
+        talk.run(["/exit", "/rest", "/etc/hosts", "/exit the hall"])
+    assert turns == ["/etc/hosts", "/exit the hall", "/exit", "/rest", "/etc/hosts", "/exit the hall"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["/exit is no command; /help names them", "/rest is no command; did you mean /reset?"]
+
+
 # -- a terminal ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style, choose_style
 
 PROMPT = "> "
+LIKE_A_COMMAND = re.compile(r"/[a-z]+")  # no path, and no words behind it
 
 
 def work(request: ChatRequest) -> None:
@@ -127,8 +129,8 @@ class Chat:
                 return
             if word in answers:
                 say(answers[word]())
-            elif self.is_typed and word.startswith("/") and (hint := did_you_mean(word, COMMANDS)):
-                say([f"{word} is no command{hint}"])
+            elif self.is_typed and LIKE_A_COMMAND.fullmatch(word):
+                say([f"{word} is no command{did_you_mean(word, COMMANDS) or f'; {HELP} names them'}"])
             elif word:
                 self._answer(turn)
 

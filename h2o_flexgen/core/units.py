@@ -15,6 +15,7 @@ UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+LEAST_BARE = 10_000  # a number below that was typed without its unit: no memory is as small
 MOST_BYTES = 2**63  # more than files and memory can have
 ROUNDS_UP = 0.999995  # from here on a number with two decimals shows as 1
 
@@ -55,7 +56,8 @@ class MemorySize(Allowed):
         return given  # type: ignore[return-value]
 
     def typed(self, word: str) -> str:
-        parse_bytes(word)
+        if (nbytes := parse_bytes(word)) < LEAST_BARE and word.strip().isdecimal():
+            raise ValueError(f"size {shown(word)} would be {nbytes} bytes; write its unit, like {nbytes}GB")
         return word
 
 

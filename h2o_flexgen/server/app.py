@@ -30,6 +30,7 @@ from h2o_flexgen.server.batch_routes import BatchRoutes, routes_without_folder
 from h2o_flexgen.server.counts import MEDIA_TYPE, Now, ServerCounts, batches_text
 from h2o_flexgen.server.listening import says_json, where_it_ends_is_unclear
 from h2o_flexgen.server.problems import (
+    VERSION,
     ApiProblem,
     Refused,
     broken,
@@ -112,7 +113,7 @@ class Keys:
 
 STATUS = "/status"
 READING = ("GET", "HEAD", "OPTIONS")  # changes nothing
-GUARDED = ("/v1", CLASSIFY, STATUS)  # whatever begins so asks for a key
+GUARDED = (VERSION, CLASSIFY, STATUS)  # whatever begins so asks for a key
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
 OWNER = "h2o_flexgen"
 Answer: TypeAlias = "Callable[[Request], Awaitable[Response]]"
@@ -245,9 +246,10 @@ async def _refused(request: Request, error: Refused) -> Response:
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:
-    allowed = (error.headers or {}).get("Allow")
-    path = request.url.path
-    return _told(unknown_path(request.method, path) if allowed is None else other_method(request.method, path, allowed))
+    allowed, method, path = (error.headers or {}).get("Allow"), request.method, request.url.path
+    if allowed is not None:
+        return _told(other_method(method, path, allowed))
+    return _told(unknown_path(method, path, {route.path for route in request.app.routes if isinstance(route, Route)}))
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from h2o_flexgen.core.hints import shown
@@ -10,6 +10,7 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.jobs.openai_answers import Said, error_body
 
 RETRY = "Retry-After"
+VERSION = "/v1"  # the beginning of paths that are OpenAI's
 WRONG, BROKEN, CROWDED = "invalid_request_error", "server_error", "rate_limit_error"
 TOO_LONG, COMPUTATION_FAILED, ENDING = "context_length_exceeded", "computation_failed", "ending"
 
@@ -60,8 +61,11 @@ def unknown_model(message: str) -> ApiProblem:
     return ApiProblem(404, message, code="model_not_found", param="model")
 
 
-def unknown_path(method: str, path: str) -> ApiProblem:
-    return ApiProblem(404, f"{method} {shown(path)} is nothing that this server knows", code="unknown_url")
+def unknown_path(method: str, path: str, known: Container[str]) -> ApiProblem:
+    """The problem names the path that is meant, if its beginning is missing or doubled: clients are given that as a base."""
+    meant = next((one for one in (VERSION + path, path.removeprefix(VERSION)) if one != path and one in known), None)
+    hint = "" if meant is None else f"; did you mean {meant}?"
+    return ApiProblem(404, f"{method} {shown(path)} is nothing that this server knows{hint}", code="unknown_url")
 
 
 def other_method(method: str, path: str, allowed: str) -> ApiProblem:

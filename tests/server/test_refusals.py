@@ -182,6 +182,13 @@ def test_other_models_paths_and_methods_are_refused(http: httpx.Client, server: 
     assert found["message"] == "the model 'tinny' is not here; ask for 'tiny'; did you mean tiny?"
     assert error(http.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
     assert error(http.get("/v1/images"), 404)["message"] == "GET '/v1/images' is nothing that this server knows"
+    for path, meant in (
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/score", "/v1/score"),
+        ("/v1/health", "/health"),
+    ):
+        told = error(http.post(path, json={}), 404)["message"]
+        assert told == f"POST '{path}' is nothing that this server knows; did you mean {meant}?"
     answer = http.get("/v1/completions")
     assert error(answer, 405)["code"] == "method_not_supported" and "POST" in answer.headers["allow"]
     with server.client() as client, pytest.raises(openai.NotFoundError, match="the model 'other' is not here"):
