@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import combinations
-
-import pulp
+from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
@@ -29,6 +29,9 @@ from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps, typical_passes
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing, least_seconds
 from h2o_flexgen.planning.seating import Seating
+
+if TYPE_CHECKING:  # functions import it: a plan that is given is run where pulp is not installed
+    import pulp
 
 KINDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
@@ -307,12 +310,16 @@ def seconds_at(case: Case, plan: Plan) -> float:
 
 def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> list[Plan]:
     """Solves all cases as one program. They are independent, so the sum of their times is least where each is."""
+    if not find_spec("pulp"):
+        raise ValueError("pulp, which solves the search for a plan, is not installed; install it, or give a plan (--percent)")
     with warnings.catch_warnings():  # pulp warns of version 4, which has another interface
         warnings.simplefilter("ignore", DeprecationWarning)
         return _solved(cases, anchors)
 
 
 def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> list[Plan]:
+    import pulp
+
     program = pulp.LpProblem("placement", pulp.LpMinimize)
     shares, goals = [], []
     for number, (case, anchor) in enumerate(zip(cases, anchors)):
@@ -330,6 +337,8 @@ def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> li
 def _case(
     name: str, case: Case, anchor: Mapping[str, float]
 ) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
+    import pulp
+
     allowed = {kind: case.tiers[:1] if kind in case.stays else case.tiers_of(kind) for kind in KINDS}
     shares = {
         (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, int(tier in allowed[kind])) for kind, tier in case.corners
@@ -361,6 +370,8 @@ class StepBound:
 
 def _at_least(step: pulp.LpVariable, bound: StepBound) -> pulp.LpConstraint:
     """Made of one mapping: sums and products of pulp's own are what building a program takes longest for."""
+    import pulp
+
     terms = {step: 1.0} | {share: -seconds for share, seconds in bound.added.items()}
     return pulp.LpConstraint(pulp.LpAffineExpression(terms, constant=-bound.seconds), pulp.LpConstraintGE)
 

@@ -1,8 +1,9 @@
 """A process that tries plans: it reads orders, one JSON line each, and writes a line for each result. What else it says goes
-to a file of its own."""
+to a file of its own, also where its threads are if a plan takes too long."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 from tests.delayed.planted import FAULTS
 from tests.delayed.stand import STANDS
 from tests.delayed.trying import Bench
-from tests.delayed.ways import Way
+from tests.delayed.ways import ERROR, Way
 
 READY = "ready"
+LEAVING = "leaving"  # in front of the last result of a process
+AHEAD_SECONDS = 1.0  # of its end, when it says where its threads are
+STDOUT, STDERR = 1, 2
 
 
 def serve(bench: Bench, fault: str, orders: int, results: int) -> None:
@@ -24,9 +28,14 @@ def serve(bench: Bench, fault: str, orders: int, results: int) -> None:
         for line in read:
             order = json.loads(line)
             number, way = order["plan"], Way(**order["way"])
+            faulthandler.dump_traceback_later(max(order["seconds"] - AHEAD_SECONDS, order["seconds"] / 2), file=STDERR)
             with FAULTS[fault](way):
                 result = bench.tried(number, plans[number], way)
-            write.write(json.dumps(result.as_json()) + "\n")
+                is_lost = result.verdict == ERROR and not bench.stand.works()
+            faulthandler.cancel_dump_traceback_later()
+            write.write(f"{LEAVING}\n" * is_lost + json.dumps(result.as_json()) + "\n")
+            if is_lost:  # what this process tries from now on would fail for the same reason
+                return
 
 
 def own_folder(folder: Path) -> Path:
@@ -35,7 +44,7 @@ def own_folder(folder: Path) -> Path:
     own = folder / str(os.getpid())
     own.mkdir()
     said = os.open(own / "said", os.O_WRONLY | os.O_CREAT, 0o644)
-    for stream in (1, 2):
+    for stream in (STDOUT, STDERR):
         os.dup2(said, stream)
     return own
 

@@ -2,11 +2,14 @@
 
     python -m tests.delayed.contract OUT.jsonl --seconds 540
 
-Every plan is tried in four ways by four processes: A as it is; B with lanes that are late at random, and with freed buffers
+Every plan is tried in four ways by several processes: A as it is; B with lanes that are late at random, and with freed buffers
 that are spoilt; C so, and watched by torch's stream sanitizer, which is told of all; D so, and the sanitizer as torch has it.
 What fails is tried further: again, with torch's kernels, without graphs, with launches that wait, and with one late lane at a
 time. Each result is a line of JSON in OUT.jsonl at once. Then every plan that is not sound has a line with what its results
 mean. The last line is one JSON document. Exit status: 0 if all plans are sound in A, B and C, 1 if not.
+
+A call goes on where an earlier one has ended: what OUT.jsonl has of the same code on the same kind of GPU is not tried again,
+but for plans that took too long.
 
 `--pretended FAULT ...` plants faults on pretended devices instead, one after the other, and needs no GPU.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -22,19 +26,30 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
+from h2o_flexgen.formats.kernel_table import TORCH
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.memory.device import CudaDevice
+from h2o_flexgen.profiling.gpu_checks import what_is_checked
 from tests.delayed.dealing import Dealer, Order, Start, forked, spawned
 from tests.delayed.late import ALSO_LATE
 from tests.delayed.planted import FAULTS, HANGS
 from tests.delayed.stand import STANDS
 from tests.delayed.trying import Bench
 from tests.delayed.verdict import is_sound, more, verdict
-from tests.delayed.ways import ALL, TIMEOUT, A, D, Result, Way
+from tests.delayed.ways import ALL, OK, TIMEOUT, A, B, C, D, Result, Way
 
-SHARES = (0.17, 0.42, 0.62, 0.72)  # of all the time: when A, B, C and D have to be over; the rest is for what failed
+SHARES = (A, 0.17), (B, 0.42), (C, 0.62)  # of all the time: when they have to be over
+REST, LAST = 0.75, 0.85  # what no time was left for, then D; what remains is for what failed
 PLAN_SECONDS = 12.0
-CHILDREN = 4
+CHILDREN, CORES_OF_A_CHILD = 4, 2  # at least so many, and more where there are many cores: kernels are compiled
+ROOT = Path(__file__).resolve().parents[2]
+CODE = "h2o_flexgen", "tests/delayed", "tests/helpers", "tests/test_contract.py"  # on which results depend
 NOTHING = "nothing"
 
 
@@ -44,36 +59,61 @@ class Found:
 
     file: Path
     by_plan: dict[int, dict[str, Result]] = field(default_factory=lambda: defaultdict(dict))
+    late: Counter[tuple[int, str]] = field(default_factory=Counter)  # in this call, by plan and way
+
+    @classmethod
+    def of_earlier_calls(cls, file: Path, code: str) -> Found:
+        """With what the file has of this code, which then stands in its first line. All else is taken out of it."""
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        head, found = json.dumps({"code": code}), cls(file)
+        kept = [line for line in lines[1:] if line.endswith("}")] if lines[:1] == [head] else []  # a last one may be cut
+        file.write_text("".join(f"{line}\n" for line in (head, *kept)), encoding="utf-8")
+        for result in map(Result.of_json, map(json.loads, kept)):
+            found.by_plan[result.plan][result.way] = result
+        return found
 
     def heard(self, result: Result) -> None:
         self.by_plan[result.plan][result.way] = result
+        self.late[result.plan, result.way] += result.verdict == TIMEOUT
         with self.file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(result.as_json()) + "\n")
             lines.flush()
 
+    def is_known(self, number: int, way: Way) -> bool:
+        """What took too long is tried again, once in a call."""
+        result = self.by_plan[number].get(way.name)
+        return result is not None and (result.verdict != TIMEOUT or self.late[number, way.name] > 1)
 
-def try_all(stand_name: str, numbers: Sequence[int], found: Found, dealer: Dealer, seconds: float) -> None:
+
+def try_all(stand_name: str, numbers: Sequence[int], found: Found, dealer: Dealer) -> None:
     began, stand = time.monotonic(), STANDS[stand_name]()
     plans = stand.plans()
-    dealer.prepare(A.environment)
-    for way, share in zip(ALL, SHARES, strict=True):
-        if way is not D:
-            dealer.prepare(way.environment)  # for the next way, while this one is at work
-        until = began + share * seconds
+
+    def deal(way: Way, share: float = 1.0) -> None:
+        until = began + share * (dealer.ends - began)
         dealer.deal([Order(number, way) for number in _that_need(way, numbers, found)], until)
-        slow = [number for number in numbers if _is(found, number, way, TIMEOUT)]
-        dealer.deal([Order(number, way) for number in slow], until)  # kernels were compiled meanwhile
+
+    dealer.prepare(A.environment)
+    for way, share in SHARES:
+        deal(way, share)
+        deal(way, share)  # what took too long: kernels were compiled meanwhile
+    for way, _ in SHARES:
+        deal(way, REST)
+    deal(D, LAST)
     lanes = [(*stand.lanes, *ALSO_LATE) if one.is_pipeline else stand.lanes for one in plans]
     further = [list(more(found.by_plan[number], lanes[number], plans[number].has_graphs)) for number in numbers]
     for place in range(max(map(len, further), default=0)):  # the ways that say most come first, for all plans
-        orders = [Order(number, ways[place]) for number, ways in zip(numbers, further) if place < len(ways)]
-        dealer.deal(orders, began + seconds)
+        asked = [(number, ways[place]) for number, ways in zip(numbers, further) if place < len(ways)]
+        dealer.deal([Order(*one) for one in asked if not found.is_known(*one)], dealer.ends)
+    for way in ALL:
+        deal(way)
 
 
 def _that_need(way: Way, numbers: Sequence[int], found: Found) -> Iterator[int]:
     """Plans that failed in one way say nothing in the next one; D is for plans that C has passed."""
     before = ALL[: ALL.index(way)]
-    return (number for number in numbers if all(_is(found, number, one, "ok") for one in before))
+    tried = (number for number in numbers if all(_is(found, number, one, OK) for one in before))
+    return (number for number in tried if not found.is_known(number, way))
 
 
 def _is(found: Found, number: int, way: Way, said: str) -> bool:
@@ -89,7 +129,7 @@ def summary(numbers: Sequence[int], found: Found, seconds: float) -> dict[str, o
     return {
         "sound": len(sound) == len(numbers),
         "plans": len(numbers),
-        "verdict": f"{len(sound)} of {len(numbers)} plans are sound" + "".join(f"; {each}" for each in _told(verdicts, sound)),
+        "verdict": "; ".join([f"{len(sound)} of {len(numbers)} plans are sound", *_told(verdicts, sound), *lacks()]),
         "counts": dict(counts),
         "verdicts": {str(number): told for number, told in verdicts.items()},
         "seconds": round(seconds, 1),
@@ -112,12 +152,14 @@ def lines_of(stand_name: str, numbers: Sequence[int], found: Found) -> Iterator[
 
 
 def run(stand_name: str, fault: str, options: argparse.Namespace, start: Start, folder: Path) -> dict[str, object]:
-    began, found = time.monotonic(), Found(options.out)
+    is_on_gpu = not options.pretended
+    began = time.monotonic() - (time.time() - psutil.Process().create_time() if is_on_gpu else 0.0)  # imports take seconds
+    found = Found.of_earlier_calls(options.out, code_of_results()) if is_on_gpu else Found(options.out)
     numbers = list(range(len(STANDS[stand_name]().plans())))[:: options.every]
-    most = options.hanging_seconds if fault == HANGS else None
-    dealer = Dealer(start, found.heard, folder, options.children, most or options.plan_seconds)
+    most = (options.hanging_seconds if fault == HANGS else None) or options.plan_seconds
+    dealer = Dealer(start, found.heard, folder, options.children, most, began + options.seconds)
     try:
-        try_all(stand_name, numbers, found, dealer, options.seconds)
+        try_all(stand_name, numbers, found, dealer)
     finally:
         dealer.close()
     for line in lines_of(stand_name, numbers, found):
@@ -125,15 +167,31 @@ def run(stand_name: str, fault: str, options: argparse.Namespace, start: Start, 
     return {"fault": fault, "every": options.every, **summary(numbers, found, time.monotonic() - began)}
 
 
+def code_of_results() -> str:
+    """A digest of all that results depend on."""
+    digest = blake2b(json.dumps([dict(what_is_checked(CudaDevice.kind)), lacks()]).encode(), digest_size=8)
+    for file in sorted(file for place in CODE for file in (*(ROOT / place).rglob("*.py"), ROOT / place) if file.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def lacks() -> list[str]:
+    """What is not tried, or otherwise than elsewhere, as something is missing here."""
+    grammars = [] if find_spec("llguidance") else ["no text is held to a form: llguidance is not installed"]
+    kernels = ["the processor attends with torch: no kernels in C are built"] if in_use() == TORCH else []
+    return [*grammars, *kernels]
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.delayed.contract", description="Tries plans where lanes are late.")
     parser.add_argument("out", type=Path, metavar="OUT.jsonl", help="takes a line for each result, behind those it has")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for all of it (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all of it, imports too (default: %(default)s)")
     parser.add_argument("--plan-seconds", type=float, default=PLAN_SECONDS, help="for a plan in a way (default: %(default)s)")
     parser.add_argument(
         "--hanging-seconds", type=float, help="for a plan in a way under a fault that hangs (default: --plan-seconds)"
     )
-    parser.add_argument("--children", type=int, default=CHILDREN, help="processes (default: %(default)s)")
+    many = max(CHILDREN, min(2 * CHILDREN, (os.cpu_count() or 1) // CORES_OF_A_CHILD))
+    parser.add_argument("--children", type=int, default=many, help="processes (default here: %(default)s)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth plan alone")
     parser.add_argument("--pretended", nargs="+", choices=FAULTS, metavar="FAULT", help="faults to plant, without a GPU")
     return parser.parse_args(arguments)

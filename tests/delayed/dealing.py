@@ -1,10 +1,11 @@
 """Plans dealt out to processes: each has seconds for a plan, is ended when they are over, and starts anew. A result is written
-as soon as it is there."""
+as soon as it is there. What is under way when all of the time is over has no result."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -14,14 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.delayed.child import READY, own_folder, serve
+from tests.delayed.child import LEAVING, READY, own_folder, serve
 from tests.delayed.trying import Bench
 from tests.delayed.ways import CRASH, TIMEOUT, WORDS, Result, Way
 
 STARTING_SECONDS = 90.0
+STARTS = 3  # of processes in succession that may fail
+TRACE = "Timeout ("  # before where threads are
+FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+/[^"/]+)", line (\d+) in')
 
 
 class Order(NamedTuple):
@@ -37,12 +42,17 @@ class Child:
     environment: Mapping[str, str]
     begun: float = field(default_factory=time.monotonic)
     is_ready: bool = False
+    is_leaving: bool = False  # when it has written its result
     order: Order | None = None
     text: bytes = b""
 
-    def give(self, order: Order) -> None:
+    @property
+    def is_idle(self) -> bool:
+        return self.is_ready and self.order is None
+
+    def give(self, order: Order, seconds: float) -> None:
         self.order, self.begun = order, time.monotonic()
-        line = json.dumps({"plan": order.plan, "way": asdict(order.way)}) + "\n"
+        line = json.dumps({"plan": order.plan, "way": asdict(order.way), "seconds": seconds}) + "\n"
         os.write(self.orders, line.encode())
 
     def read(self) -> list[str] | None:
@@ -66,17 +76,19 @@ Start = Callable[[Mapping[str, str]], Child]
 
 @dataclass
 class Dealer:
-    """`start` makes a process with an environment; `heard` gets each result at once."""
+    """`start` makes a process with an environment; `heard` gets each result at once. `ends`: when all processes are ended."""
 
     start: Start
     heard: Callable[[Result], None]
     folder: Path
     children: int
     seconds: float  # for a plan
+    ends: float = inf
     _spare: list[Child] = field(default_factory=list)
+    _did_not_start: list[str] = field(default_factory=list)  # why, of processes in succession
 
     def prepare(self, environment: Mapping[str, str]) -> None:
-        """Starts processes that are wanted next."""
+        """Starts processes that are wanted next, before it is known for what."""
         self._spare += [self.start(environment) for _ in range(self.children)]
 
     def deal(self, orders: Sequence[Order], until: float) -> None:
@@ -88,7 +100,9 @@ class Dealer:
     def _deal(self, waiting: deque[Order], environment: Mapping[str, str], until: float) -> None:
         there = list[Child]()
         try:
-            while (waiting and time.monotonic() < until) or any(child.order for child in there):
+            while self._goes_on(bool(waiting) and time.monotonic() < until, there):
+                if len(self._did_not_start) >= STARTS:
+                    raise RuntimeError(f"processes that try plans do not start ({self._did_not_start[-1]})")
                 while len(there) < min(self.children, len(waiting) + sum(child.order is not None for child in there)):
                     there.append(self._taken(environment))
                 for child in self._that_say_something(there):
@@ -98,11 +112,16 @@ class Dealer:
                     there.remove(child)
                     self._broken(child, TIMEOUT)
                 for child in there:
-                    if child.is_ready and child.order is None and waiting and time.monotonic() < until:
-                        child.give(waiting.popleft())
+                    if child.is_idle and waiting and time.monotonic() < until:
+                        child.give(waiting.popleft(), self.seconds)
         finally:
+            self._spare += [child for child in there if child.is_idle]
             for child in there:
-                child.end()
+                if not child.is_idle:
+                    child.end()
+
+    def _goes_on(self, has_orders: bool, there: Sequence[Child]) -> bool:
+        return time.monotonic() < self.ends and (has_orders or any(child.order for child in there))
 
     def close(self) -> None:
         while self._spare:
@@ -127,9 +146,15 @@ class Dealer:
         for line in lines:
             if line == READY:
                 child.is_ready = True
+                self._did_not_start.clear()
+            elif line == LEAVING:
+                child.is_leaving = True
             else:
                 child.order = None
                 self.heard(Result.of_json(json.loads(line)))
+                if child.is_leaving:
+                    child.end()
+                    return False
         return True
 
     def _is_late(self, child: Child) -> bool:
@@ -139,16 +164,26 @@ class Dealer:
     def _broken(self, child: Child, verdict: str) -> None:
         order, how = child.order, child.end()
         if order is None:
-            raise RuntimeError(f"a process that tries plans did not start ({how}): {self._said(child)}")
-        words = "" if verdict == TIMEOUT else f"{how} {self._said(child)}".strip()
+            self._did_not_start.append(f"{how}: {self._said(child)}")
+            return
+        words = self._stuck(child) if verdict == TIMEOUT else f"{how} {self._said(child)}".strip()
         result = Result(order.plan, order.way.name, verdict, words=words[:WORDS])
         self.heard(replace(result, seconds=round(time.monotonic() - child.begun, 2)))
 
     def _said(self, child: Child) -> str:
         """The last words of a process."""
+        return " ".join(self._all_said(child).split())[-WORDS // 2 :]
+
+    def _stuck(self, child: Child) -> str:
+        """Where the threads of a process were when its time was nearly over, each in its innermost frame."""
+        _, mark, trace = self._all_said(child).rpartition(TRACE)
+        places = [FRAME.search(thread) for thread in trace.split("\n\n")] if mark else []
+        found = dict.fromkeys(f"{place[1]}:{place[2]}" for place in places if place)
+        return f"in {', '.join(found)}" if found else ""
+
+    def _all_said(self, child: Child) -> str:
         file = self.folder / str(child.pid) / "said"
-        words = " ".join(file.read_text(encoding="utf-8", errors="replace").split()) if file.exists() else ""
-        return words[-WORDS // 2 :]
+        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
 
 def spawned(stand: str, fault: str, folder: Path, environment: Mapping[str, str]) -> Child:

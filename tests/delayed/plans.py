@@ -1,11 +1,12 @@
 """The plans that are tried where lanes are late: those in which any two choices of the contract meet, as far as they go; those
 with graphs; those of models with experts, windows and caps; those in which several devices compute; and those in which steps
-choose what they attend. Without a GPU a few stand for them."""
+choose what they attend. Texts are held to forms where llguidance is installed. Without a GPU a few plans stand for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import islice
 
 from h2o_flexgen.core.site import HOST
@@ -130,4 +131,5 @@ def for_a_trial() -> list[Planned]:
 
 
 def on_a_gpu() -> Sequence[Planned]:
-    return [*of_the_contract(), *with_graphs(), *of_other_models(), *of_pipelines(), *of_choosing_steps()]
+    found = [*of_the_contract(), *with_graphs(), *of_other_models(), *of_pipelines(), *of_choosing_steps()]
+    return found if find_spec("llguidance") else [replace(one, case=replace(one.case, held=())) for one in found]

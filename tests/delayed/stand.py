@@ -45,6 +45,9 @@ class Stand(Protocol):
     def opened(self, way: Way, seed: int) -> Opened:
         """A context in which the engine opens a device as a way has it; with the sanitizer, if one watches."""
 
+    def works(self) -> bool:
+        """Whether a device still does what this process asks of it: after some errors CUDA refuses all else."""
+
 
 class SeveralInOne(CudaDevice):
     """A GPU that is as many as a pipeline asks for, each with streams of its own."""
@@ -75,6 +78,12 @@ class OnGPU:
             if way.spoils:
                 stack.enter_context(freed_is_spoilt())
             yield watch
+
+    def works(self) -> bool:
+        try:
+            return bool((torch.ones(1, device=self.device) + 1).item() == 2)
+        except RuntimeError:
+            return False
 
     def _device(self, way: Way, seed: int, watch: StreamSanitizer | None) -> Device:
         if way.late == "":
@@ -112,6 +121,9 @@ class Pretended:
             if way.spoils:
                 stack.enter_context(freed_is_spoilt())
             yield watch
+
+    def works(self) -> bool:
+        return True
 
 
 def _late(way: Way, number: int) -> Device:

@@ -7,9 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +24,9 @@ from torch import Tensor
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from tests.clocked.backend import IS_POSSIBLE
+from tests.delayed import contract, plans
 from tests.delayed import verdict as verdicts
+from tests.delayed.child import LEAVING, READY, serve
 from tests.delayed.dealing import Child, Dealer, Order, spawned
 from tests.delayed.plans import STAYING, of_choosing_steps, of_other_models, of_pipelines, on_a_gpu
 from tests.delayed.planted import FAULTS, HANGS, no_device_waits_for_a_pass, no_stream_waits
@@ -27,7 +34,7 @@ from tests.delayed.spoilt import NAN
 from tests.delayed.stand import Pretended
 from tests.delayed.trying import Bench
 from tests.delayed.verdict import is_sound, more, verdict
-from tests.delayed.ways import ALARM, ALL, BAD, CRASH, ERROR, OK, TIMEOUT, A, B, C, D, Result, late
+from tests.delayed.ways import ALARM, ALL, BAD, CRASH, ERROR, OK, TIMEOUT, A, B, C, D, Result, Way, late
 from tests.helpers.contract import Checkpoints
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.samples import first_of
@@ -240,26 +247,173 @@ for line in orders:
         import time; time.sleep(3600)
     if order["plan"] == 2:
         os.abort()
+    if order["plan"] == 4:
+        results.write("leaving\\n")
     told = {"plan": order["plan"], "way": order["way"]["name"], "verdict": "ok", "words": str(os.getpid())}
     results.write(json.dumps(told) + "\\n")
 """
 
 
-def test_processes_that_hang_or_crash_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(environment: Mapping[str, str]) -> Child:
-        (orders, ours), (mine, written) = os.pipe(), os.pipe()
-        command = [sys.executable, "-c", ECHO, str(orders), str(written)]
-        process = subprocess.Popen(command, pass_fds=(orders, written), stderr=subprocess.DEVNULL)
-        process.returncode = 0
-        os.close(orders)
-        os.close(written)
-        return Child(process.pid, ours, mine, environment)
+def echoing(environment: Mapping[str, str], code: str = ECHO) -> Child:
+    (orders, ours), (mine, written) = os.pipe(), os.pipe()
+    command = [sys.executable, "-c", code, str(orders), str(written)]
+    process = subprocess.Popen(command, pass_fds=(orders, written), stderr=subprocess.DEVNULL)
+    process.returncode = 0
+    os.close(orders)
+    os.close(written)
+    return Child(process.pid, ours, mine, environment)
 
+
+def test_processes_that_hang_crash_or_leave_are_replaced(tmp_path: Path) -> None:
     heard = list[Result]()
+    dealer = Dealer(echoing, heard.append, tmp_path, children=1, seconds=1.0)
+    dealer.deal([Order(number, A) for number in range(6)], until=inf)
+    dealer.deal([Order(6, A)], until=inf)
+    dealer.close()
+    assert [one.plan for one in heard] == [0, 1, 2, 3, 4, 5, 6]
+    assert [one.verdict for one in heard] == [OK, TIMEOUT, CRASH, OK, OK, OK, OK]
+    assert "SIGABRT" in heard[2].words
+    pids = [heard[number].words for number in (0, 3, 4, 5, 6)]
+    assert pids[0] != pids[1] == pids[2] != pids[3] == pids[4], "what is sound goes on"
+
+
+def test_when_all_of_the_time_is_over_what_is_under_way_has_no_result(tmp_path: Path) -> None:
+    """Or the stage itself would be ended before it has said what it found."""
+    heard = list[Result]()
+    dealer = Dealer(echoing, heard.append, tmp_path, children=1, seconds=PATIENCE_SECONDS, ends=time.monotonic() + 1.0)
+    dealer.deal([Order(number, A) for number in (1, 0)], until=inf)
+    dealer.deal([Order(0, A)], until=inf)
+    assert heard == []
+
+
+def test_a_process_that_does_not_start_is_replaced_and_three_end_the_call(tmp_path: Path) -> None:
+    heard, started = list[Result](), count()
+
+    def start(environment: Mapping[str, str]) -> Child:
+        return echoing(environment, ECHO if next(started) == 1 else "raise SystemExit(3)")
+
+    dealer = Dealer(start, heard.append, tmp_path, children=1, seconds=PATIENCE_SECONDS)
+    dealer.deal([Order(0, A)], until=inf)
+    assert [one.verdict for one in heard] == [OK]
+    dealer.close()
+    with pytest.raises(RuntimeError, match="do not start \\(exit status 3: \\)"):
+        dealer.deal([Order(0, A)], until=inf)
+    assert next(started) == 5
+
+
+TRACE = """it said something
+Timeout (0:00:11)!
+Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 355 in wait
+  File "/somewhere/h2o_flexgen/engine/executor.py", line 210 in _next
+
+Thread 0x00007e (most recent call first):
+  File "/somewhere/h2o_flexgen/memory/device.py", line 281 in synchronize
+  File "/somewhere/tests/delayed/child.py", line 33 in serve
+"""
+
+
+def test_where_a_plan_hangs_is_said_in_few_words(tmp_path: Path) -> None:
+    heard = list[Result]()
+
+    def start(environment: Mapping[str, str]) -> Child:
+        child = echoing(environment)
+        (tmp_path / str(child.pid)).mkdir()
+        (tmp_path / str(child.pid) / "said").write_text(TRACE)
+        return child
+
     dealer = Dealer(start, heard.append, tmp_path, children=1, seconds=1.0)
-    dealer.deal([Order(number, A) for number in range(4)], until=float("inf"))
-    assert [(one.plan, one.verdict) for one in heard] == [(0, OK), (1, TIMEOUT), (2, CRASH), (3, OK)]
-    assert "SIGABRT" in heard[2].words and heard[0].words != heard[3].words
+    dealer.deal([Order(1, A)], until=inf)
+    assert heard[0].words == "in python3.12/threading.py:355, memory/device.py:281"
+
+
+class Lost:
+    """A bench whose device refuses all after an error."""
+
+    stand = SimpleNamespace(plans=lambda: [None, None], works=lambda: False)
+
+    def tried(self, number: int, planned: object, way: Way) -> Result:
+        return Result(number, way.name, BAD if number else ERROR)
+
+
+def test_a_process_leaves_when_its_device_is_lost(tmp_path: Path) -> None:
+    """So that other plans do not fail for the reason of one."""
+    given = [json.dumps({"plan": number, "way": asdict(A), "seconds": PATIENCE_SECONDS}) for number in (1, 0, 1)]
+    (tmp_path / "orders").write_text("\n".join(given))
+    orders, results = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("orders", "results"))
+    serve(Lost(), "nothing", orders, results)  # type: ignore[arg-type]
+    said = (tmp_path / "results").read_text().splitlines()
+    assert [said[0], said[2]] == [READY, LEAVING] and [json.loads(said[place])["plan"] for place in (1, 3)] == [1, 0]
+    assert len(said) == 4
+
+
+# -- calls that go on ----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_goes_on_where_one_of_the_same_code_has_ended(tmp_path: Path) -> None:
+    file = tmp_path / "contract.jsonl"
+    first = contract.Found.of_earlier_calls(file, "this code")
+    for result in (Result(0, "A", OK), Result(0, "B", TIMEOUT), Result(1, "A", BAD, bits="1")):
+        first.heard(result)
+    with file.open("a") as lines:
+        lines.write('{"plan": 1, "way": "A aga')  # it was ended while it wrote
+    again = contract.Found.of_earlier_calls(file, "this code")
+    assert again.by_plan == first.by_plan and file.read_text().count("\n") == 4
+    assert [again.is_known(*one) for one in ((0, A), (0, B), (0, C), (1, A))] == [True, False, False, True]
+    again.heard(Result(0, "B", TIMEOUT))
+    assert not again.is_known(0, B), "what took too long is tried twice"
+    again.heard(Result(0, "B", TIMEOUT))
+    assert again.is_known(0, B)
+    assert not contract.Found.of_earlier_calls(file, "other code").by_plan and file.read_text().count("\n") == 1
+
+
+class Noted:
+    """In the place of a dealer: all that is asked for is sound, as far as there is time."""
+
+    ends = inf
+
+    def __init__(self, found: contract.Found, at_most: int = 1000) -> None:
+        self.found, self.left, self.asked = found, at_most, list[str]()
+
+    def prepare(self, environment: object) -> None: ...
+
+    def deal(self, orders: Sequence[Order], until: float) -> None:
+        for order in orders[: self.left]:
+            self.asked.append(f"{order.plan}{order.way.name}")
+            self.found.heard(Result(order.plan, order.way.name, OK))
+        self.left -= min(self.left, len(orders))
+
+
+def test_what_had_no_time_is_tried_when_the_others_are_done(tmp_path: Path) -> None:
+    found = contract.Found(tmp_path / "found")
+    dealer = Noted(found, at_most=1)
+    deal = dealer.deal
+
+    def one_at_a_time(orders: Sequence[Order], until: float) -> None:
+        dealer.left = 1
+        deal(orders, until)
+
+    dealer.deal = one_at_a_time  # type: ignore[method-assign]
+    contract.try_all("pretended", [0, 1], found, dealer)  # type: ignore[arg-type]
+    assert sorted(dealer.asked) == ["0A", "0B", "0C", "0D", "1A", "1B", "1C", "1D"]
+
+
+def test_what_is_known_is_not_tried_again(tmp_path: Path) -> None:
+    found = contract.Found(tmp_path / "found")
+    for result in (Result(0, "A", OK), Result(0, "B", OK), Result(1, "A", BAD), Result(1, "A again", BAD)):
+        found.heard(result)
+    dealer = Noted(found)
+    contract.try_all("pretended", [0, 1], found, dealer)  # type: ignore[arg-type]
+    assert dealer.asked == ["0C", "0D", "1A by torch", "1A without graphs", "1A blocking"]
+
+
+def test_where_nothing_holds_texts_to_forms_the_plans_hold_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with torch and transformers alone; and the verdict says so."""
+    monkeypatch.setattr(plans, "find_spec", lambda name: None)
+    monkeypatch.setattr(contract, "find_spec", lambda name: None)
+    assert len(on_a_gpu()) == 88 and not any(one.case.held for one in on_a_gpu())
+    found = contract.Found(Path("none"))
+    assert contract.summary([], found, 1.0)["verdict"].endswith("no text is held to a form: llguidance is not installed")  # type: ignore[attr-defined]
 
 
 def test_on_a_gpu_it_has_sixty_plans_some_with_graphs_and_some_that_several_devices_compute() -> None:

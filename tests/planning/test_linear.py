@@ -11,6 +11,7 @@ import pytest
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning import linear_program
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.linear_program import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
@@ -65,6 +66,14 @@ def limited(case: Case, share: float, host_share: float | None = None) -> Case:
     room[case.tiers[0]] += int(share * data) - data
     host = room[HOST] if case.tiers[0] == HOST else None if host_share is None else room[HOST] + int(host_share * data)
     return replace(case, limits=MemoryLimits(device=room.get(DEVICE), host=host))
+
+
+def test_without_a_solver_all_is_there_but_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have torch and what it brings, and nothing else."""
+    assert "pulp" not in vars(linear_program)
+    monkeypatch.setattr(linear_program, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pulp, .* is not installed; .*--percent"):
+        solve([case_of()])
 
 
 # -- what it is made of --------------------------------------------------------------------------------------------------
