@@ -221,4 +221,6 @@ def _is_steady(plan: Plan, request: Request) -> bool:
 def _placement(llm: LLM, request: Request) -> str:
     shares = " ".join(f"{share:g}" for share in llm.plan.percent)
     plan = llm.plan
-    return f"--percent {shares}, {plan.num_gpu_batches} x {plan.gpu_batch_size} rows, {plan.schedule}, {plan.buffers} buffers"
+    graphs = ", graphs" if llm.device.accelerator and llm.stats is not None and llm.stats.replayed else ""
+    batches = f"{plan.num_gpu_batches} x {plan.gpu_batch_size} rows"
+    return f"--percent {shares}, {batches}, {plan.schedule}, {plan.buffers} buffers{graphs}"

@@ -33,6 +33,8 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.formats.kernel_table import CPU
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.planning.machine import kept_folder
+from h2o_flexgen.profiling.gpu_checks import KEPT, take_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 TRIES = 3  # with fewer and fewer rows, where it is counted and not searched how many fit
@@ -68,7 +70,8 @@ class Comparison:
         self.folder = Path(args.folder).expanduser().absolute()
         self.steps = None if args.whole else args.steps
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self.environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(self.folder / "cache")}
+        self.cache = self.folder / "cache"
+        self.environment = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(self.cache)}
         self.launcher = Launcher(args.timeout, self.environment, shared.deadline)
         self.checkpoint = self.folder
         self.cap_words = cap_words() if cap is not None else "none"
@@ -89,6 +92,7 @@ class Comparison:
         say(f"{self.model}, {self.load} tokens, {memory}, {self.cap_words}")
         made = made_up_of if self.args.made_up else checkpoint_of
         self.checkpoint = made(self.model, self.args.dtype, self.folder / "checkpoints")
+        self.take_checks()
         self.before = self.after = self.calibrated()
         self.take_up()
         missing = {one: self.missing(one) for one in self.args.contenders}
@@ -101,6 +105,13 @@ class Comparison:
             self.after = self.after.at_best(self.calibrated())
         self.noted()
         return self.report()
+
+    def take_checks(self) -> None:
+        """Systems have a cache of their own. Where the check of a GPU was passed counts there as well, or plans have no graphs:
+        here, or in the results of another machine of this kind."""
+        if self.args.device != CPU:
+            output = [Path(self.args.output) / KEPT] if self.args.output else []
+            take_checks([kept_folder(KEPT), *output], kept_folder(KEPT, self.cache))
 
     def take_up(self) -> None:
         """Reads what an earlier call has left."""

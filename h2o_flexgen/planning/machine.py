@@ -498,7 +498,7 @@ def machine_file(fingerprint: str) -> Path:
     return kept_folder("machines") / f"{fingerprint}.yaml"
 
 
-def kept_folder(kind: str) -> Path:
-    """The folder of the user's cache for what was found of machines."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def kept_folder(kind: str, cache: Path | None = None) -> Path:
+    """The folder for what was found of machines, in the user's cache or in another one."""
+    base = cache or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "h2o_flexgen" / kind

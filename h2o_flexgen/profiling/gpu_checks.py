@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ from h2o_flexgen.core.files import write_text
 from h2o_flexgen.planning.machine import kept_folder
 
 MISSING = "none"
+KEPT = "gpu_checks"  # the folder of all that are kept
 
 
 def kept_graph_bytes(device: torch.device | str) -> int | None:
@@ -41,6 +43,14 @@ def keep_check(device: torch.device | str, plans: int, graph_bytes: int) -> Path
     return file
 
 
+def take_checks(places: Iterable[Path], folder: Path) -> None:
+    """Copies the checks that are kept in these folders to another one. Each is found for what it holds for, and no other."""
+    for place in places:
+        for file in place.glob("*.json"):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / file.name)
+
+
 def forget_check(device: torch.device | str) -> None:
     """Forgets a check that was kept: a later one was not passed."""
     check_file(device).unlink(missing_ok=True)
@@ -49,7 +59,7 @@ def forget_check(device: torch.device | str) -> None:
 def check_file(device: torch.device | str) -> Path:
     parts = what_is_checked(device)
     digest = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=4).hexdigest()
-    return kept_folder("gpu_checks") / f"{re.sub(r'[^a-z0-9.]+', '-', parts['gpu'].lower()).strip('-')}-{digest}.json"
+    return kept_folder(KEPT) / f"{re.sub(r'[^a-z0-9.]+', '-', parts['gpu'].lower()).strip('-')}-{digest}.json"
 
 
 def what_is_checked(device: torch.device | str) -> Mapping[str, str]:

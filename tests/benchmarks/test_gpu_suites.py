@@ -5,6 +5,7 @@ Systems are made up; where they are real, a CPU computes tiny shapes.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -31,9 +32,10 @@ from benchmarks.comparison.suites import ROWS, Contender, Load, Suite, own
 from benchmarks.comparison.time_left import Deadline
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.planning.footprint import MemoryLimits, left_to_system
-from h2o_flexgen.planning.machine import Machine, find_machine
+from h2o_flexgen.planning.machine import Machine, find_machine, kept_folder
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.profiling.gpu_checks import KEPT
 from h2o_flexgen.session.opened_model import OpenedModel
 from tests.helpers.pretended import open_any_device, pretend
 from tests.helpers.tiny import BLOCKS, tiny_config
@@ -220,7 +222,7 @@ class Call:
 
 class Calls:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+        self.folder, self.args = folder, argparse.Namespace()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(comparison, "system_named", SYSTEMS.__getitem__)
         monkeypatch.setattr(comparison, "made_up_of", lambda *_: folder)
@@ -230,6 +232,7 @@ class Calls:
     def call(self, *arguments: str, seconds: float = 1000.0, systems: tuple[str, ...] = tuple(SYSTEMS)) -> Call:
         asked = ["--suite", "gpu-16gb", "--output", str(self.folder / "out"), "--folder", str(self.folder)]
         args = command.parse([*asked, "--seconds", str(seconds)])
+        self.args = args
         args.again = [*arguments]
         args.known = [Contender(name, name) for name in SYSTEMS]
         args.contenders = [one for one in args.known if one.name in systems]
@@ -383,6 +386,19 @@ def test_the_first_systems_are_run_for_all_models_before_the_others(
     cases = [(model, load) for load in ("512+32", "64+256") for model in (OPT_6, OPT_30)]
     assert begun == [*((*case, first) for case in cases), *((*case, rest) for case in cases[:2])]
     assert f"{OPT_30}, 64+256 tokens: transformers: not begun, the same command goes on" in capsys.readouterr().err
+
+
+def test_a_check_of_the_gpu_that_was_passed_counts_for_systems(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a cache of their own, and plans have graphs by default only where such a check is kept: here, or in the results
+    of another machine of this kind."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calls.folder / "home"))
+    for name, folder in (("here.json", kept_folder(KEPT)), ("there.json", calls.folder / "out" / KEPT)):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("{}")
+    calls.call(systems=("ours",))
+    there = kept_folder(KEPT, calls.folder / "cache")
+    assert str(there).startswith(Comparison(calls.args, OPT_6, None, LOAD, Shared(Deadline())).environment["XDG_CACHE_HOME"])
+    assert sorted(file.name for file in there.iterdir()) == ["here.json", "there.json"]
 
 
 def test_repetitions_go_on_too(calls: Calls) -> None:

@@ -11,7 +11,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import GRAPH_BYTES
 from h2o_flexgen.profiling import gpu_checks
-from h2o_flexgen.profiling.gpu_checks import check_file, forget_check, keep_check, kept_graph_bytes
+from h2o_flexgen.profiling.gpu_checks import KEPT, check_file, forget_check, keep_check, kept_graph_bytes, take_checks
 from tests.helpers.contract import Case, Checkpoints, generate_with
 from tests.helpers.pretended import PretendedDevice
 
@@ -42,6 +42,15 @@ def test_a_check_is_of_one_gpu_and_of_its_libraries(part: str, monkeypatch: pyte
     own = gpu_checks.what_is_checked("cpu")
     monkeypatch.setattr(gpu_checks, "what_is_checked", lambda device: {**own, part: "another"})
     assert kept_graph_bytes("cpu") is None
+
+
+def test_a_check_can_be_taken_to_another_machine_of_the_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_check("cpu", 74, 70_000)
+    take_checks([check_file("cpu").parent, tmp_path / "none"], tmp_path / "results" / KEPT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of another machine"))
+    assert kept_graph_bytes("cpu") is None
+    take_checks([tmp_path / "results" / KEPT], check_file("cpu").parent)
+    assert kept_graph_bytes("cpu") == 70_000
 
 
 STAYING = Plan().with_percent((100, 0, 100, 0, 100, 0))

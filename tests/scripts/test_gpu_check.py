@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -109,6 +110,7 @@ def test_the_contract_alone_takes_all_of_the_time_and_all_plans(tmp_path: Path) 
     beside = next(one for one in SCRIPT.stages(tmp_path, tmp_path) if one.name == "contract")
     assert (alone.seconds, beside.seconds) == (SCRIPT.TOTAL_SECONDS - SCRIPT.GRAPHS_SECONDS, SCRIPT.CONTRACT_SECONDS)
     assert [one.seconds for one in SCRIPT.asked_stages(tmp_path, tmp_path, ["contract", "graphs"])] == [alone.seconds, 35.0]
+    assert [one.seconds for one in SCRIPT.asked_stages(tmp_path, tmp_path, ["contract", "graphs"], 120.0)] == [85.0, 35.0]
     for one, every in ((alone, 1), (beside, 4)):
         options = parse_contract(one.command[3:])
         assert one.command[:3] == (sys.executable, "-m", "tests.delayed.contract")
@@ -142,7 +144,9 @@ def test_a_check_that_is_passed_is_kept(
     result, _, every = contract.partition(" ")
     documents = {"plans": 74, "every": int(every)} if every else None, {"graph_bytes": 70_000}
     results = zip(("contract", "graphs"), (result, graphs), documents)
-    SCRIPT.keep_check({name: SCRIPT.Outcome(said, 1.0, "", document=own) for name, said, own in results})
+    out = tmp_path / "out"
+    SCRIPT.keep_check({name: SCRIPT.Outcome(said, 1.0, "", document=own) for name, said, own in results}, out)
+    assert [file.name for file in out.rglob("*.json")] == ([check_file("cpu").name] if kept and kept["plans"] == 74 else [])
     found = json.loads(check_file("cpu").read_text()) if check_file("cpu").exists() else None
     assert (found and {name: found[name] for name in ("plans", "graph_bytes")}) == kept
 
@@ -255,7 +259,7 @@ def test_one_failure_does_not_stop_the_others(
         stage("never", "", lacks="pytest is not installed"),
         stage("opt-6.7b", printing(DOCUMENT), ends_with=SCRIPT.RUN),
     ]
-    monkeypatch.setattr(SCRIPT, "stages", lambda folder, cache, contract_alone: planned)
+    monkeypatch.setattr(SCRIPT, "stages", lambda *given: planned)
     monkeypatch.setattr(SCRIPT, "probe", lambda: {"gpu": "a GPU", "torch": "2.13", "host_bytes": 128e9})
     assert SCRIPT.main([str(tmp_path)]) == 1
     said = capsys.readouterr().out
@@ -264,6 +268,26 @@ def test_one_failure_does_not_stop_the_others(
     assert "FAILED" in table[1] and "not run" in table[2] and "pytest is not installed" in table[2] and "75%" in table[3]
     assert {file.name for file in tmp_path.iterdir()} == {"gpu_check.json", "gpu_check.txt"}
     assert SCRIPT.main([str(tmp_path), "--only", "opt-6.7b"]) == 0
+
+
+def test_after_each_stage_what_is_known_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call may be ended from outside. And what is left of the contract is not thrown away by another call."""
+    file, told = tmp_path / "gpu_check.json", "print(open({file!r}).read().count('passed'), 'passed')"
+    planned = [stage("first", "print('1 passed')"), stage("second", told.format(file=str(file)))]
+    monkeypatch.setattr(SCRIPT, "stages", lambda *given: planned)
+    monkeypatch.setattr(SCRIPT, "probe", lambda: {"gpu": "a GPU", "torch": "2.13", "host_bytes": 128e9})
+    (tmp_path / "contract.jsonl").write_text("kept")
+    assert SCRIPT.main([str(tmp_path)]) == 0
+    assert list(json.loads(file.read_text())["stages"]) == ["first", "second"]
+    assert (tmp_path / "contract.jsonl").read_text() == "kept"
+    assert SCRIPT.main([str(tmp_path), "--seconds", "0"]) == 1, "no time is left for any stage"
+
+
+def test_what_needs_a_package_that_is_not_there_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCRIPT, "find_spec", lambda name: None if name in ("pulp", "hypothesis") else SimpleNamespace())
+    lacking = {one.name: one.lacks for one in SCRIPT.stages(tmp_path, tmp_path) if one.lacks}
+    assert lacking["auto"] == "pulp not installed: no plan was searched for"
+    assert lacking["contract"] == "hypothesis not installed: no test was run" and "kernels" not in lacking
 
 
 def test_its_summary_can_go_into_the_documents(tmp_path: Path) -> None:
