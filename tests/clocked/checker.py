@@ -67,6 +67,19 @@ class Checker:
         finally:
             self._own.task = before
 
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A context in which what the calling thread launches is captured."""
+        self._own.captures = True
+        try:
+            yield
+        finally:
+            self._own.captures = False
+
+    def refuse_in_a_graph(self, what: str) -> None:
+        """As CUDA does, in the thread that captures."""
+        assert not getattr(self._own, "captures", False), f"{what} while work is captured, which CUDA refuses, at {_place()}"
+
     @property
     def host(self) -> Clock:
         """The clock of the calling thread."""

@@ -21,7 +21,7 @@ from tests.clocked.backend import registered
 from tests.clocked.checker import Checker, current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
-from tests.clocked.tensor import NAME
+from tests.clocked.tensor import NAME, ClockedTensor
 from tests.helpers.taped import taped
 
 
@@ -43,18 +43,21 @@ class ClockedPoint:
 
     def record(self, stream: ClockedStream) -> None:
         checker = current()
+        checker.refuse_in_a_graph("an event is recorded")
         with checker.lock:
             self._clock = Clock(checker.launch("a marker")[1])
             traced.EventRecordCallbacks.fire_callbacks(self.cuda_event, stream.name)  # type: ignore[arg-type]
 
     def synchronize(self) -> None:
         checker = current()
+        checker.refuse_in_a_graph("an event is waited for")
         with checker.lock:
             checker.wait_for(self._clock, "a marker")
             traced.EventSynchronizationCallbacks.fire_callbacks(self.cuda_event)
 
     def query(self) -> bool:
         checker = current()
+        checker.refuse_in_a_graph("an event is asked")
         with checker.lock:
             if checker.streams_are_quick:
                 checker.host.join(self._clock)
@@ -73,6 +76,7 @@ class ClockedStream(NamedTuple):
 
     def wait_event(self, event: ClockedPoint) -> None:
         checker = current()
+        checker.refuse_in_a_graph("a stream waits for an event")
         with checker.lock:
             checker.issued.join(event.clock)
             traced.EventWaitCallbacks.fire_callbacks(event.cuda_event, self.name)  # type: ignore[arg-type]
@@ -107,6 +111,7 @@ class ClockedDevice(Accelerator):
     def _page_locked(self, like: Tensor) -> Tensor:
         """As torch's own allocator has it: memory that was dropped is not had again before the streams have used it."""
         checker = current()
+        checker.refuse_in_a_graph("memory is page-locked")
         made = torch.empty(like.shape, dtype=like.dtype)
         if made.numel():
             with checker.lock:
@@ -120,7 +125,8 @@ class ClockedDevice(Accelerator):
         return read
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        return taped(work)
+        with current().capturing():
+            return taped(work, lambda one: not isinstance(one, ClockedTensor))
 
     def page_lock(self, address: int, nbytes: int) -> None:
         current().page_lock(address, nbytes)

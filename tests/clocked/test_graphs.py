@@ -3,13 +3,16 @@ tokens of the resident loop, and is ordered behind what it needs, also where row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.clocked.checker import Checker
+from tests.clocked.device import ClockedDevice
 from tests.clocked.tensor import NAME
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, compare_each_alone, generate_with
 from tests.helpers.samples import every_nth
@@ -61,3 +64,32 @@ def test_rows_that_come_and_go_take_new_graphs(
         done = sorted(llm.generate_stream(requests), key=lambda each: each.index)
         compare_each_alone(case, limits, by_twins, done)
         assert llm.stats is not None and llm.stats.replayed > 0
+
+
+def test_what_a_gpu_refuses_to_capture_is_refused(checker: Checker) -> None:
+    """Waits and events of the capturing thread, and values of the host: of these a replay would find something else there."""
+    device, of_host = ClockedDevice(), torch.ones(4)
+    there = torch.zeros(4, device=device.torch_device)
+    before = device.mark()
+    assert before is not None
+    works: list[Callable[[], object]] = [
+        lambda: there.copy_(of_host),
+        lambda: there.copy_(of_host, non_blocking=True),
+        lambda: of_host.to(device.torch_device),
+        lambda: there[of_host.long()],
+        lambda: there.sum().item(),
+        lambda: there.cpu(),
+        there.tolist,
+        lambda: device.upload(of_host, device.torch_device),
+        lambda: device.mark(),
+        lambda: device.wait(before),
+        before.query,
+        before.synchronize,
+    ]
+    for number, work in enumerate(works):
+        with pytest.raises(AssertionError, match=r"a graph cannot|CUDA refuses"):
+            device.capture(lambda now=work: now())  # type: ignore[misc]
+            raise LookupError(number)
+    again = device.capture(lambda: there.add_(torch.tensor(2.0)))
+    again()
+    assert there.tolist() == [2.0] * 4

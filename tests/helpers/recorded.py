@@ -12,7 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-READ_BACK = ("_local_scalar_dense", "nonzero", "masked_select", "unique")  # nothing that a host waits for can be captured
+READ_BACK = (
+    "_local_scalar_dense",
+    "aten.item",
+    "aten.equal",
+    "nonzero",
+    "masked_select",
+    "unique",
+)  # nothing that a host waits for can be captured
 
 
 def repeated(work: Callable[[], None]) -> Callable[[], None]:
