@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
@@ -16,27 +16,32 @@ from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from torch import Tensor
 
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.stores.hidden import HiddenStore
+from h2o_flexgen.formats.kernel_table import CUDA, TRITON, Processor
+from h2o_flexgen.kernels import operations
 from tests.clocked.backend import IS_POSSIBLE
-from tests.delayed import contract, plans
+from tests.delayed import contract, plans, stand
 from tests.delayed import verdict as verdicts
 from tests.delayed.child import LEAVING, READY, serve
 from tests.delayed.dealing import Child, Dealer, Order, spawned
 from tests.delayed.plans import STAYING, of_choosing_steps, of_other_models, of_pipelines, on_a_gpu
 from tests.delayed.planted import FAULTS, HANGS, no_device_waits_for_a_pass, no_stream_waits
+from tests.delayed.sanitizer import Place, StreamSanitizer
 from tests.delayed.spoilt import NAN
-from tests.delayed.stand import Pretended
+from tests.delayed.stand import OnGPU, Pretended
 from tests.delayed.trying import Bench
 from tests.delayed.verdict import is_sound, more, verdict
 from tests.delayed.ways import ALARM, ALL, BAD, CRASH, ERROR, OK, TIMEOUT, A, B, C, D, Result, Way, late
-from tests.helpers.contract import Checkpoints
+from tests.helpers.contract import Case, Checkpoints
 from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.pretended import PretendedDevice
 from tests.helpers.samples import first_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +196,53 @@ def test_models_with_experts_windows_and_caps_are_tried(number: int, checkpoints
 def test_plans_whose_steps_choose_are_tried(number: int, checkpoints: Checkpoints, tmp_path: Path) -> None:
     bench, planned = Bench(Pretended(), checkpoints, tmp_path), of_choosing_steps()[number]
     assert bench.tried(number, planned, B).verdict == OK
+
+
+# -- what a GPU does -----------------------------------------------------------------------------------------------------
+
+
+class OnPretendedGPU(OnGPU):
+    """All that is done on a GPU, but for CUDA itself: one stream, and accesses of memory of the host."""
+
+    device = "pretended"
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand, "SeveralInOne", PretendedDevice)
+    monkeypatch.setattr(stand, "on_a_gpu", lambda whole: Place(lambda: 0, Tensor.data_ptr))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+
+
+@pytest.mark.parametrize("way", [B, *first_of([C, A, D, late("load")], 1)], ids=lambda way: way.name)
+def test_what_is_done_on_a_gpu_can_be_done(way: Way, checkpoints: Checkpoints, tmp_path: Path, no_cuda: None) -> None:
+    bench, (_, planned) = Bench(OnPretendedGPU(), checkpoints, tmp_path), plans.for_a_trial()
+    result = bench.tried(0, planned, way)
+    assert (result.verdict, result.words) == (OK, "") and planned.has_graphs
+
+
+def test_a_device_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnGPU, "device", "cpu")
+    assert OnGPU().works()
+    monkeypatch.setattr(Tensor, "item", Mock(side_effect=RuntimeError("an illegal memory access was encountered")))
+    assert not OnGPU().works()
+
+
+def test_so_can_what_is_told_of_kernels_in_triton(
+    checkpoints: Checkpoints, tmp_path: Path, no_cuda: None, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, declare = set[str](), StreamSanitizer.declare
+
+    def noted(sanitizer: StreamSanitizer, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        told.add(name)
+        declare(sanitizer, name, reads, writes)
+
+    monkeypatch.setattr(StreamSanitizer, "declare", noted)
+    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON))
+    case = Case("opt", (0, 100, 0, 100, 0, 100), (4,), 2, 1, 1, weight_codec="group8", kv_codec="group4")
+    result = Bench(OnPretendedGPU(), Checkpoints(tmp_path / "own"), tmp_path).tried(0, plans.Planned(case), C)
+    assert (result.verdict, result.words) == (OK, "")
+    assert {"decode_attention", "tile_product", "append_coded"} <= told
 
 
 # -- several devices -----------------------------------------------------------------------------------------------------
