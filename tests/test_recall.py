@@ -345,10 +345,6 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         ({"kind": "mistral-near"}, "with a window in every layer; leave kv_recall out"),
         ({"device": "pretended", "percent": MIXED}, "with a GPU and KV on disk; keep KV in memory, or leave"),
         (
-            {"device": "pretended", "percent": (100, 0, 0, 100, 100, 0)},
-            "with KV in host memory that a GPU attends; attend it there (attend_on='host'), keep it on",
-        ),
-        (
             {"device": "pretended", "percent": (0, 0, 100, 0, 100, 0), "policy": (*HALF, ("graphs", "on"))},
             "with graphs='on' where a GPU computes; take graphs='auto', or leave kv_recall out",
         ),

@@ -1,4 +1,4 @@
-"""Layers that are computed twice for a step: up to their attention, for the slots that it chooses on a disk, and once more when
+"""Layers that are computed twice for a step: up to their attention, for the slots that it chooses elsewhere, and once more when
 these are there. The products that a layer begins with are made once."""
 
 from __future__ import annotations

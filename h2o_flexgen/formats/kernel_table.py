@@ -27,7 +27,7 @@ PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 ROTATE, APPEND, EVICT, NOTE = "rotate", "append", "evict", "note"
-TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
+TAKE_SLOTS, GATHER_SLOTS, BRING_SLOTS = "take slots", "gather slots", "bring slots"
 READ_TOKENS = "read tokens"  # tokens that lie apart in a file
 CHOOSE_SLOTS, CHOSEN_ATTENTION = "choose slots", "chosen attention"  # where a decode step attends a share of all slots
 TAKE_ROWS, PUT_ROWS = "take rows", "put rows"
@@ -237,6 +237,8 @@ def _of_slots() -> Iterator[Kernel]:
     yield Kernel(ADD_COUNTED, PLAIN, "add_counted", CUDA, (TRITON,), DTYPES)
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
+    yield Kernel(BRING_SLOTS, PLAIN, "bring_slots", CUDA, (TRITON,))
+    yield Kernel(BRING_SLOTS, PLAIN, "bring_slots_twin")
     yield Kernel(READ_TOKENS, PLAIN, "read_tokens", CPU, LIBRARIES)
     yield Kernel(READ_TOKENS, PLAIN, "read_tokens_twin")
 

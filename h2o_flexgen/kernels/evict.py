@@ -241,3 +241,38 @@ def gather_slots_twin(image: Tensor, slots: Tensor, out: Tensor) -> None:
     row, head = (torch.arange(count, device=image.device) for count in slots.shape)
     numbers.copy_(slots)
     values.copy_(image[:, row[:, None], head, slots])
+
+
+# -- between two images ----------------------------------------------------------------------------------------------------
+# Slots that are in one image, and go to the same slots of another: those that a step has chosen, and those that it has changed.
+
+
+class RowsOfBoth(NamedTuple):
+    """The rows of two images in which the rows of a batch lie, (rows,) of each; None: in their order, from the first on."""
+
+    source: Tensor | None = None
+    target: Tensor | None = None
+
+
+class Missing(NamedTuple):
+    """What of the chosen slots of each row is not there yet: the first `counts` (rows,), one at least, are chosen, and of these
+    all but the slot of its `newest` token (rows,)."""
+
+    counts: Tensor
+    newest: Tensor
+
+
+def bring_slots_twin(source: Tensor, target: Tensor, slots: Tensor, rows: RowsOfBoth, missing: Missing | None = None) -> None:
+    """Row by row, so that few copies are held at once. What is not missing is written again as it is."""
+    (count, heads, _), there = slots.shape, slots.device
+    head, in_order = torch.arange(heads, device=there)[:, None], torch.arange(count, device=there)
+    from_rows, to_rows = (in_order if each is None else each for each in rows)
+    for row in range(count):
+        own, (here, goes_to) = slots[row], (each[row : row + 1, None] for each in (from_rows, to_rows))
+        if missing is not None:  # behind the chosen ones comes the first of them again
+            place = torch.arange(own.shape[-1], device=there)
+            own = torch.where(place < missing.counts[row], own, own[:, :1])
+        values = source[:, here, head, own]
+        if missing is not None:
+            values = torch.where((own == missing.newest[row])[..., None], target[:, goes_to, head, own], values)
+        target[:, goes_to, head, own] = values

@@ -18,6 +18,7 @@ from h2o_flexgen.kernels.decode_attention import (
     shared_attention_twin,
 )
 from h2o_flexgen.kernels.evict import (
+    bring_slots_twin,
     evict,
     evict_twin,
     gather_slots_twin,
@@ -137,7 +138,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(gated_relu_squared, gated_relu_squared_twin, xielu, xielu_twin),
         *(gated_sigmoid, gated_sigmoid_twin, gated_identity, gated_identity_twin),
         *(choose_slots, choose_slots_twin, chosen_attention),
-        *(take_slots, take_slots_twin, gather_slots_twin, take_rows, take_rows_twin, put_rows, put_rows_twin),
+        *(bring_slots_twin, take_slots, take_slots_twin, gather_slots_twin, take_rows, take_rows_twin, put_rows, put_rows_twin),
         *(read_tokens, read_tokens_twin),
         *(clamped_silu, clamped_silu_twin, route, route_twin, gather_chosen, gather_chosen_twin),
         *(add_scaled, add_scaled_twin, add_weighted, add_weighted_twin),

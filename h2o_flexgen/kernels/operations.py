@@ -21,6 +21,7 @@ from h2o_flexgen.formats.kernel_table import (
     ADD_SCALED,
     ADD_WEIGHTED,
     APPEND,
+    BRING_SLOTS,
     CHOOSE_SLOTS,
     CHOSEN_ATTENTION,
     CLAMPED_SILU,
@@ -77,7 +78,7 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.chosen_slots import Always
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kernels.evict import Leaving, Newest, Notes
+from h2o_flexgen.kernels.evict import Leaving, Missing, Newest, Notes, RowsOfBoth
 from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.functions import COUNTED, SEVERAL, Function, function_of
 from h2o_flexgen.kernels.more_keys import More
@@ -434,6 +435,12 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
     """Gathers one slot (rows, heads) of every row and head of an image (sets, rows, heads, slots, width) into bytes: the
     numbers of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
+
+
+def bring_slots(source: Tensor, target: Tensor, slots: Tensor, rows: RowsOfBoth, missing: Missing | None = None) -> None:
+    """Copies slots (rows, heads, count) of an image (sets, rows, heads, slots, width) to the same slots of another, where the
+    `rows` may lie elsewhere; of those that a row has chosen only what is `missing`. Nothing else of the target changes."""
+    _required(BRING_SLOTS, PLAIN, target)(source, target, slots, rows, missing)
 
 
 def read_tokens(wanted: TokenReads, buffer: Tensor, at_once: int, queue: ReadQueue | None = None) -> None:

@@ -28,7 +28,7 @@ def address_of(tensor: Tensor, writes: bool = False) -> int:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The addresses of tensors of a GPU, for a kernel that is launched on them in the order of its stream."""
+    """The addresses of tensors that a GPU works on, for a kernel that is launched on them in the order of its stream."""
     return [*map(Tensor.data_ptr, tensors)]
 
 

@@ -141,10 +141,12 @@ class KVCache:
         return KVCache(image, None, self._coding, self.prefixes, self._judge, self._cap)
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
-        """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones."""
+        """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones. Where steps choose what
+        comes to the image, it has nothing yet of this one."""
         for dst, src in enumerate(index):
             if dst != src:
-                self.image[:, dst, :, :slots] = self.image[:, src, :, :slots]
+                if not self.choice.is_needed:
+                    self.image[:, dst, :, :slots] = self.image[:, src, :, :slots]
                 if self._scores is not None:
                     self._scores.copy_row(dst, src)
                 if self._index is not None:
@@ -417,7 +419,7 @@ class KVCache:
         if index is not None and self.replaced is not None:
             index.follow(now, self.replaced)
         newest = now.counts[:, None].expand(-1, kv_heads)
-        if scores is not None and self.choice.is_needed:
+        if self.choice.is_needed:
             self.choice.changed = newest if self.replaced is None else self.replaced
         if self.replaced is None and now.slots.stores_singly:
             self.replaced = newest

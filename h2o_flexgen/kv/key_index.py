@@ -51,14 +51,14 @@ class AttendedSlots(NamedTuple):
 
 @dataclass
 class ChosenSlots:
-    """The slots that a decode step has chosen before it attends, for as long as they are on their way from a disk, and those
+    """The slots that a decode step has chosen before it attends, for as long as they are on their way from elsewhere, and those
     that it changes. A cache and its parts have it together."""
 
     now: KVStep | None = None
     slots: Tensor | None = None  # (rows, kv_heads, most)
     read: SlotsRead | None = None
     is_needed: bool = False  # the other slots are not there
-    changed: Tensor | None = None  # (rows, kv_heads): where the newest tokens of the last step are, under a policy that evicts
+    changed: Tensor | None = None  # (rows, kv_heads): where the newest tokens of the last step are
 
     def taken(self, now: KVStep) -> AttendedSlots | None:
         """The slots of this step, if they are chosen; they are forgotten here."""
@@ -106,7 +106,7 @@ class KeyIndex:
         return replace(self.stored, format=INDEX)
 
     def _of(self, keys: Tensor) -> Tensor:
-        if self.stored.format == INDEX:  # keys lie on disk, and their index is a copy
+        if self.stored.format == INDEX:  # keys lie elsewhere, and their index is a copy
             return keys
         return self._coding.encode(self.stored.decode(keys))
 

@@ -94,6 +94,13 @@ def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, by_t
     return values.view(coding.sets, rows, heads, slots, coding.width)
 
 
+def image_by_row(region: Tensor, shape: tuple[int, int, int], coding: Coding) -> Tensor:
+    """The same where rows lie one behind the other, each token by token."""
+    rows, heads, slots = shape
+    values = region[: coding.sets * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
+    return values.view(rows, slots, coding.sets, heads, coding.width).permute(2, 0, 3, 1, 4)
+
+
 NO_TOKEN = -1  # position of a slot that was never filled
 
 

@@ -22,11 +22,13 @@ from torch.cuda._gpu_trace import EventSynchronizationCallbacks as HearOfEnds
 
 from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.raw_memory import addresses_of
 from h2o_flexgen.kernels.recording import CallRecording, Program, WorkingRoom
 from h2o_flexgen.memory.host import HostTier, Meter
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 
 PORTABLE = 1  # page-locked for every device of the process, and in every thread
+MAPPED = 2  # and kernels may read and write it, at the address that the host has for it
 SUCCESS = 0
 
 
@@ -52,7 +54,7 @@ class CudaPageLocks:
         self._process = os.getpid()
 
     def lock(self, address: int, nbytes: int) -> None:
-        status = int(self._runtime.cudaHostRegister(address, nbytes, PORTABLE))
+        status = int(self._runtime.cudaHostRegister(address, nbytes, PORTABLE | MAPPED))
         if status != SUCCESS:
             self._forget_error()
             raise MemoryError(
@@ -169,6 +171,10 @@ class Device:
 
     def page_unlock(self, address: int) -> None:
         """Undoes `page_lock`, before the memory is freed."""
+
+    def over_link(self, region: Tensor) -> Tensor:
+        """Page-locked bytes of the host as a tensor of the device, for kernels that read and write them where they lie."""
+        return region
 
     def peak_bytes(self) -> int:
         return 0
@@ -366,6 +372,13 @@ class CudaDevice(Accelerator):
         with torch.cuda.device(self.torch_device):
             self._locks.unlock(address)
 
+    def over_link(self, region: Tensor) -> Tensor:
+        with torch.cuda.device(self.torch_device):
+            seen = torch.as_tensor(_OverLink(region), device=self.torch_device)
+        if addresses_of((seen,)) != addresses_of((region,)):  # a copy, or memory that has another address there
+            raise RuntimeError("this GPU does not read page-locked host memory at its own address; attend on the host instead")
+        return seen
+
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
@@ -386,6 +399,15 @@ class CudaDevice(Accelerator):
     def give_back_freed(self) -> None:
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
+
+
+class _OverLink:
+    """Bytes of host memory, in the form in which torch takes memory that kernels may use from others."""
+
+    def __init__(self, region: Tensor) -> None:
+        self._region = region  # which stays for as long as the tensor that is made of this
+        place = (*addresses_of((region,)), False)
+        self.__cuda_array_interface__ = {"shape": (region.nbytes,), "typestr": "|u1", "data": place, "version": 2}
 
 
 def _let_pools_share() -> None:

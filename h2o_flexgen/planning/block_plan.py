@@ -102,7 +102,7 @@ class BlockPlan:
 
     @cached_property
     def kv(self) -> HeldKV:
-        return HeldKV(self.spec, self.levels, self.block, index_is_copy=DISK in self.placement.kv.values())
+        return HeldKV(self.spec, self.levels, self.block, index_is_copy=self.schedule.traffic.reads_chosen)
 
     @cached_property
     def states(self) -> Mapping[Place, StateLayout]:

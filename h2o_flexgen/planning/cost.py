@@ -130,8 +130,8 @@ class Cost:
         if op.data is Data.KV:
             if op is Op.ATTEND:
                 return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
-            if op.chooses or self.is_in_pages(task):
-                return 0 if op.chooses else self._bytes_in_pages(task)
+            if op.chooses or self.schedule.traffic.brings_chosen(task.layer, task.batch):
+                return 0 if op.chooses else self._bytes_row_by_row(task)
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
                 return self._whole_row_bytes(task)
             of_head = self.spec.at(task.layer).kv_bytes_per_head
@@ -145,21 +145,24 @@ class Cost:
         traffic = self.schedule.traffic
         return task.layer in traffic.choosing and traffic.kv_on_disk(task.layer, task.batch)
 
-    def _bytes_in_pages(self, task: Task | Key) -> int:
-        """What a visit writes, reads for a text that goes on, or brings of what it chooses if no two heads choose alike."""
+    def _bytes_row_by_row(self, task: Task | Key) -> int:
+        """What a visit brings home, fetches for a text that goes on, or brings of what it chooses, if of a disk no two heads
+        choose alike."""
         of_head = self.spec.at(task.layer).kv_bytes_per_head
-        return sum(self._tokens_in_pages(task, at) * at.heads * of_head for at in self.by_level(task))
+        return sum(self._tokens_row_by_row(task, at) * at.heads * of_head for at in self.by_level(task))
 
-    def _tokens_in_pages(self, task: Task | Key, at: AtLevel) -> int:
+    def _tokens_row_by_row(self, task: Task | Key, at: AtLevel) -> int:
+        """The tokens of a level that it moves. On a disk one has all heads side by side. Devices bring each head by itself."""
         if task.op.stores:
             return at.one.changed
-        if not self._brings_chosen(task):
+        if not self.brings_chosen(task):
             return at.one.read
-        choosing = self.planned.levels[at.level].policy.choosing(at.heads)
+        choosing = self.planned.levels[at.level].policy.choosing(at.heads if task.op.uses_disk else 1)
         return sum(choosing.most_brought(count + 1) for count in at.one.counts)
 
-    def _brings_chosen(self, task: Task | Key) -> bool:
-        return task.op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4]))
+    def brings_chosen(self, task: Task | Key) -> bool:
+        """Whether it brings those slots of KV that its visit has chosen."""
+        return task.op.data is Data.KV and task.op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4]))
 
     def moved_pages(self, task: Task | Key) -> MovedPages:
         """What a visit is expected to move of KV that lies in pages on disk."""
@@ -170,7 +173,7 @@ class Cost:
         layout, policy = self.planned.kv.layouts(task.layer, task.batch)[at.level], self.planned.levels[at.level].policy
         assert layout is not None, "its heads are at this level"
         of_group, choosing = layout.page_group_tokens, policy.choosing(at.heads)
-        if self._brings_chosen(task):
+        if self.brings_chosen(task):
             groups = sum(choosing.page_groups_brought(count + 1, of_group) for count in at.one.counts)
             return MovedPages(groups * layout.page_group_bytes, groups)
         tokens = at.one.changed if task.op.stores else at.one.read

@@ -95,7 +95,7 @@ class HeldKV:
     spec: ModelSpec
     levels: tuple[Level, ...]  # the one that keeps most comes first
     block: Block
-    index_is_copy: bool = False  # steps choose by an index in memory, of keys on disk
+    index_is_copy: bool = False  # steps choose by an index where they attend, of keys elsewhere
 
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan, block: Block) -> HeldKV:

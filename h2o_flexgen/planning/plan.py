@@ -294,20 +294,13 @@ class Plan:
             raise ValueError(f"kv_recall {self.policy.recall:g} cannot be had with {what}; {first}leave kv_recall out")
 
     def tiers_of_kv(self, site: Site) -> tuple[str, ...]:
-        """The tiers on which KV may lie: where steps choose what they attend, it lies where they attend, if that is on a GPU
-        or beside it."""
-        if not site.accelerator or self.policy.recall == ALL:
-            return TIERS
-        return (DEVICE, HOST) if self.attend_on == HOST else (DEVICE,)
+        """The tiers on which KV may lie: where steps choose what they attend, and there is a GPU, all of it lies in memory."""
+        return TIERS if not site.accelerator or self.policy.recall == ALL else (DEVICE, HOST)
 
     def refuse_recall(self, spec: ModelSpec, site: Site) -> None:
         """Refuses models and machines for which that is not done yet."""
-        allowed = self.tiers_of_kv(site)
-        if DISK not in allowed and self.kv.disk > LEAST_PLACED:
+        if DISK not in self.tiers_of_kv(site) and self.kv.disk > LEAST_PLACED:
             self.refuse_to_recall("a GPU and KV on disk", "keep KV in memory")
-        if HOST not in allowed and self.kv.host > LEAST_PLACED:
-            instead = f"attend it there (attend_on={HOST!r}), keep it on the GPU"
-            self.refuse_to_recall("KV in host memory that a GPU attends", instead)
         lacks = {
             "ALiBi": any(own.position_values for own in spec.of_heads),
             "attention beside a scan": any(one.has_kv and one.states for one in spec.unlike_layers),

@@ -48,6 +48,9 @@ from h2o_flexgen.schedule.traffic import Traffic
 
 STATE_FLOPS = 8.0  # for each value of a matrix of states that a token passes: it fades, is read, added to, and read again
 INDEX_PACE = 0.62  # of the rate at which a CPU reads KV of one query a head: that of an index by which it chooses, as measured
+# Of the rate at which a link copies, that at which kernels read chosen slots over it: some hundred bytes at a place. It is
+# assumed, and not measured: no profile has such reads yet.
+CHOSEN_LINK_PACE = 0.5
 LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 
@@ -134,6 +137,8 @@ class Pricing:
         rate = machine.bandwidth(op.lane, pinned=self.planned.plan.page_locks(op))
         if op.data is Data.KV and op.uses_disk:
             rate = min(rate, machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
+        if op.lane == LOAD and self.cost.brings_chosen(task):
+            rate *= CHOSEN_LINK_PACE
         seconds = nbytes / rate + machine.task_seconds
         if machine.has_accelerator and op.data is Data.HIDDEN and self.schedule.traffic.hidden[task.batch] == DISK:
             seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # in the same task
@@ -143,8 +148,7 @@ class Pricing:
         """Seconds of KV that lies row by row on disk: tokens that a visit chooses, one by one, or ranges of rows."""
         moved, op, machine = self.cost.moved_pages(task), task.op, self.machine
         rate = min(machine.bandwidth(op.lane), machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
-        chosen = op.fetches and self.schedule.traffic.chooses(Visit(*task[1:4]))
-        pieces_per_s = machine.small_reads_per_s if chosen else machine.small_writes_per_s
+        pieces_per_s = machine.small_reads_per_s if self.cost.brings_chosen(task) else machine.small_writes_per_s
         return max(moved.nbytes / rate, moved.pieces / pieces_per_s) + machine.task_seconds
 
     def _choosing(self, task: Task | Key) -> float:

@@ -63,6 +63,7 @@ WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it 
 COMPARED_BYTES = 24  # per value of a row's keys while tokens are compared: keys and values as they are, and results in fp32
 PICKING_BYTES = 48  # per logit that tokens are picked from at once: distances, weights and sums of them, in order, in float64
 NUMBER_BYTES = 8  # of a slot
+COPIES_BROUGHT = 3  # of chosen slots of a row, where torch brings them to a device
 MARK_BYTES = 8  # of a slot, while one worker reads what is wanted from disk: marks, and the entry that it has in memory
 FAR_BYTES = 10  # per query and key: how far apart they are in 8 bytes, and masks
 LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
@@ -260,7 +261,8 @@ def _decode_attention_bytes(at: LevelHeads, plan: Plan, site: Site, tokens: int)
 
 def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     """Bytes for choosing the slots that are attended: the numbers of these, and all of them side by side; what torch ranks them
-    by, for one row at a time, in fp32; and the newest keys on their way to the index."""
+    by, for one row at a time, in fp32; and the newest keys on their way to the index. Without kernels the slots of one row are
+    copied on their way to a device."""
     (spec, policy, occupancy, _), rows = at, at.occupancy.batch.size
     if policy.recall == ALL:
         return 0
@@ -275,18 +277,20 @@ def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
         return newest + taken + _choosing_on_gpu_bytes(spec, rows, capacity)
     values = capacity * spec.kv_heads * spec.head_dim
     ranked = capacity * (spec.kv_heads * RANKED_BYTES + 4 * spec.heads * FLOAT_BYTES)
+    ranked += COPIES_BROUGHT * chosen * spec.kv_bytes_per_slot * (site.accelerator and at.brings_chosen)
     return newest + taken + ranked + 2 * values * FLOAT_BYTES + DECODING_BYTES * min(values, _values_at_once(site))
 
 
 def _chosen_bytes(at: LevelHeads, plan: Plan) -> int:
     """Bytes for the numbers of the slots that a row has chosen. A visit that brings these slots from elsewhere keeps numbers
-    until then, with the products that its layer begins with: of one such visit more than the schedule has buffers."""
+    until then, with the products that its layer begins with: of one such visit more than the schedule has buffers. A row has
+    the number of its place there."""
     spec, policy, occupancy, brings_chosen = at
     numbers = attended(policy.recall, occupancy.capacity) * spec.kv_heads * NUMBER_BYTES
     if not brings_chosen:
         return numbers
     kept = numbers * (1 + policy.reuses_read) + _begun_values(spec) * spec.itemsize  # of slots, and of their entries in memory
-    return (plan.buffers + 1) * kept + MARK_BYTES * WORKERS[READ] * occupancy.capacity
+    return (plan.buffers + 1) * kept + MARK_BYTES * WORKERS[READ] * occupancy.capacity + NUMBER_BYTES
 
 
 def _choosing_on_gpu_bytes(spec: ModelSpec, rows: int, slots: int) -> int:

@@ -92,7 +92,7 @@ class Choosing(NamedTuple):
 
 def index_bytes(share: float, spec: ModelSpec, is_copy: bool = False) -> int:
     """Bytes of the index for one slot of a KV head. Keys that are stored in its format are their own index. Where they lie
-    on disk, it is a copy of them."""
+    elsewhere, it is a copy of them."""
     if share == ALL or (spec.kv_codec == INDEX and not is_copy):
         return 0
     return FORMATS[INDEX].nbytes((spec.head_dim,), spec.itemsize)

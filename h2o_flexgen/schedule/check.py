@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from h2o_flexgen.core.model_spec import LayerName
-from h2o_flexgen.core.site import DEVICE, DISK
+from h2o_flexgen.core.site import DEVICE, DISK, HOST
 from h2o_flexgen.schedule.ops import WORKERS, Data, Key, Op, Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -130,9 +130,11 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
 
 
 def _is_chosen(schedule: Schedule, visit: Visit) -> bool:
-    """Whether a visit decides what is read of its KV."""
-    on_disk = schedule.traffic.kv.get((visit.layer, visit.batch)) == DISK
-    return on_disk and visit.layer in schedule.traffic.choosing and visit.step > 0
+    """Whether a visit decides what is brought of its KV: from a disk to the host, or from there to a device that attends it."""
+    traffic = schedule.traffic
+    tier, elsewhere = traffic.kv.get((visit.layer, visit.batch), DEVICE), (HOST, DISK) if traffic.accelerator else (DISK,)
+    is_brought = tier in elsewhere and not _is_attended_by_host(schedule, visit)
+    return is_brought and visit.layer in traffic.choosing and visit.step > 0
 
 
 def _slices(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
@@ -220,12 +222,12 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
     step, layer, batch = visit
     if task.op is Op.COMPUTE:
         yield from _inputs(schedule, visit)
-    elif task.op is Op.CHOOSE:  # its queries come of all that is computed with but the KV; the newest has to be on disk by then
+    elif task.op is Op.CHOOSE:  # its queries come of all that is computed with but the KV; the newest has to be home by then
         yield from _inputs_beside_kv(schedule, visit)
-        yield Key(Op.WRITE_KV, step - 1, layer, batch)
-    elif task.op is Op.READ_KV and _is_chosen(schedule, visit):
+        yield _brought_home(schedule, visit)
+    elif _is_chosen(schedule, visit) and task.op is _fetches(schedule, visit)[0]:
         yield Key(Op.CHOOSE, *visit)
-        yield Key(Op.WRITE_KV, step - 1, layer, batch)
+        yield _brought_home(schedule, visit)
     elif task.op.data is Data.STATE:
         yield from _before_in_chain(schedule, task.op, visit)
     elif task.op is Op.LOAD_W and traffic.reads_weights(step, layer):
@@ -245,7 +247,13 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
     elif task.op is Op.LOAD_KV and traffic.kv_on_disk(layer, batch):
         yield Key(Op.READ_KV, *visit)
     elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # the first step finds what was stored long ago
-        yield Key(_stores(schedule, Visit(step - 1, layer, batch))[-1], step - 1, layer, batch)
+        yield _brought_home(schedule, visit)
+
+
+def _brought_home(schedule: Schedule, visit: Visit) -> Key:
+    """What has brought home last what the step before changed."""
+    before = visit._replace(step=visit.step - 1)
+    return Key(_stores(schedule, before)[-1], *before)
 
 
 def _before_in_chain(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:

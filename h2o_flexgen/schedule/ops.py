@@ -56,7 +56,7 @@ class Op(Enum):
 
     READ_W = READ, Data.WEIGHTS, DISK, HOST
     LOAD_W = LOAD, Data.WEIGHTS, HOST, DEVICE
-    CHOOSE = COMPUTE_LANE, Data.KV, HOST, HOST  # which of the slots on disk a decode step attends, by its own queries
+    CHOOSE = COMPUTE_LANE, Data.KV, HOST, HOST  # which of the slots elsewhere a decode step attends, by its own queries
     READ_KV = READ, Data.KV, DISK, HOST
     LOAD_KV = LOAD, Data.KV, HOST, DEVICE
     READ_S = READ, Data.STATE, DISK, HOST

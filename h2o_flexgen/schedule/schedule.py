@@ -186,8 +186,8 @@ class Schedule(ABC):
     @cached_property
     def _users(self) -> Mapping[tuple[Data, int], RingUsers]:
         """The visits that have KV, and those that have states, on each device: others take no buffer for them. It is so in
-        models with states, and where KV is chosen on a disk. What rests in memory counts as well, so that the number of buffers
-        does not depend on shares."""
+        models with states, and where KV is chosen elsewhere. What rests counts as well, so that the number of buffers does not
+        depend on shares."""
         traffic, lanes, found = self.traffic, self.traffic.lanes, defaultdict[tuple[Data, int], set[int]](set)
         homes = {Data.KV: traffic.kv, Data.STATE: traffic.state} if traffic.state or traffic.reads_chosen else {}
         for data, places in homes.items():

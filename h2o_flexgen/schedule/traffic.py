@@ -151,13 +151,17 @@ class Traffic:
         return self.moves_kv(visit.layer, visit.batch) and (visit.step > 0 or self.kv_before)
 
     def chooses(self, visit: Visit) -> bool:
-        """True if the disk is asked for slots that the queries of this visit choose. In memory they are attended in place."""
-        return visit.step > 0 and visit.layer in self.choosing and self.kv_on_disk(visit.layer, visit.batch)
+        """True if slots that the queries of this visit choose are brought to where it is computed."""
+        return visit.step > 0 and self.brings_chosen(visit.layer, visit.batch)
+
+    def brings_chosen(self, layer: int, batch: int) -> bool:
+        """True if decode steps choose what is brought of KV. Where it rests or the host attends it, it is attended in place."""
+        return layer in self.choosing and self.moves_kv(layer, batch) and not self.is_beside(layer, batch)
 
     @cached_property
     def reads_chosen(self) -> bool:
-        """True if any visit chooses what is read of its KV."""
-        return any(tier == DISK and layer in self.choosing for (layer, _), tier in self.kv.items())
+        """True if any visit chooses what is brought of its KV."""
+        return any(self.brings_chosen(*place) for place in self.kv)
 
     def stores_kv(self, visit: Visit) -> bool:
         """True if KV must be brought home. That of the last step is not read, unless it lives on."""

@@ -1,7 +1,7 @@
 """The block schedule: while a layer's batches compute, the weights of a later layer arrive slice by slice.
 
-Where the KV of a layer is chosen on a disk, a batch also passes the layers behind it of which nothing moves, before the next
-batch comes. So the first batches can choose in the next such layer, while the KV of the last ones is read for this one.
+Where the KV of a layer is chosen elsewhere, a batch also passes the layers behind it of which nothing moves, before the next
+batch comes. So the first batches can choose in the next such layer, while the KV of the last ones is fetched for this one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Zigzag(BlockOrder):
     def _leads(self, layer: int) -> bool:
         """Whether steps choose what is fetched of a layer's KV, and neither its weights move nor hidden states."""
         traffic, batches = self.traffic, range(self.traffic.batches)
-        chooses = layer in traffic.choosing and any(traffic.kv_on_disk(layer, batch) for batch in batches)
+        chooses = any(traffic.brings_chosen(layer, batch) for batch in batches)
         shares = traffic.moves_weights(layer) or any(map(traffic.moves_hidden, batches))
         return chooses and not shares and self.load_ahead > 0
 

@@ -134,6 +134,11 @@ class ClockedDevice(Accelerator):
     def page_unlock(self, address: int) -> None:
         current().page_unlock(address)
 
+    def over_link(self, region: Tensor) -> Tensor:
+        block = current().locked(region)
+        assert block is not None, "kernels read page-locked memory alone"
+        return ClockedTensor(region, block)
+
     def settle(self) -> None:
         checker = current()
         with checker.lock:

@@ -1,5 +1,6 @@
-"""Steps that choose what they attend, on the clocked device: where the host attends beside it, and where KV lies on it. Tokens
-and logits are those of the resident loop with the same choice, and nothing races with anything else."""
+"""Steps that choose what they attend, on the clocked device: where the host attends beside it, where KV lies on it, and where
+it brings what they choose from the host. Tokens and logits are those of the resident loop with the same choice, and nothing
+races with anything else."""
 
 from __future__ import annotations
 
@@ -12,15 +13,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import PromptPlaces
 from h2o_flexgen.core.site import DEVICE, HOST
+from h2o_flexgen.engine.stores import kv_rows
 from h2o_flexgen.engine.stores.kv import SlotNotes
+from h2o_flexgen.engine.stores.kv_rows import KVRows, PlacesOnDevice
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.chosen_slots import best_of, choose_slots_twin
 from h2o_flexgen.kernels.decode_attention import KVSlots
-from h2o_flexgen.kv.key_index import ALWAYS, KeyIndex
+from h2o_flexgen.kernels.evict import Missing, RowsOfBoth
+from h2o_flexgen.kv.key_index import ALWAYS, ChosenSlots, KeyIndex
 from h2o_flexgen.policies.recall import INDEX
 from h2o_flexgen.schedule.ops import Op
 from tests import test_conversation as talks
@@ -29,6 +34,7 @@ from tests import test_stream as stream
 from tests.clocked.checker import Checker
 from tests.clocked.context import checked
 from tests.clocked.tensor import NAME
+from tests.clocked.test_planted_faults import without_needs
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import ELSEWHERE, most_of
@@ -42,7 +48,11 @@ WHERE = (  # shares of the tiers, and what attends KV in host memory
     ((0, 0, 100, 0, 0, 50), DEVICE),
     ((30, 30, 50, 50, 40, 30), HOST),
     ((0, 100, 100, 0, 100, 0), DEVICE),
+    ((100, 0, 0, 100, 100, 0), DEVICE),
+    ((0, 50, 40, 60, 40, 60), DEVICE),
 )
+FROM_HOST = WHERE[4:]
+EACH = *WHERE[:2], WHERE[4]
 PLANS = {
     "kind": ("llama-gqa", "opt", "gpt-oss-far", "deepseek-v2"),
     ("percent", "attend_on"): WHERE,
@@ -70,7 +80,21 @@ def test_plans_equal_the_resident_loop_with_the_same_choice(
 ) -> None:
     values = dict(values)
     checker.streams_are_quick = values.pop("streams_are_quick")
-    hold_contract(Case(lengths=LENGTHS, gen_len=3, device=NAME, **values), by_twins, offload)
+    with spoilt():
+        hold_contract(Case(lengths=LENGTHS, gen_len=3, device=NAME, **values), by_twins, offload)
+
+
+@contextmanager
+def spoilt() -> Iterator[None]:
+    """What chosen slots come to has nothing else to be read: all is NaN, as plain values and as scales of packed ones."""
+    bring = KVRows.bring
+
+    def into_spoilt(rows: KVRows, buffer: Tensor, choice: ChosenSlots) -> int:
+        buffer.fill_(255)
+        return bring(rows, buffer, choice)
+
+    with patch.object(KVRows, "bring", into_spoilt):
+        yield
 
 
 @pytest.mark.parametrize("policy", [HALF, HEADS_APART])
@@ -95,7 +119,7 @@ def test_it_matters_what_is_chosen(
 
 RUNNING = {
     "kind": ("llama-gqa", "opt"),
-    ("percent", "attend_on"): WHERE[:3],
+    ("percent", "attend_on"): (*WHERE[:3], *FROM_HOST),
     "num_gpu_batches": (2, 1),
     "buffers": (2, 1),
     "policy": (HALF, KEEPING_SOME),
@@ -109,7 +133,7 @@ def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, of
     stream.hold_contract(Case(lengths=COMING.lengths, device=NAME, **values), GROWTH, by_twins, offload)
 
 
-@pytest.mark.parametrize(("percent", "attend_on"), WHERE[:2])
+@pytest.mark.parametrize(("percent", "attend_on"), EACH)
 @pytest.mark.parametrize("kept", [(), (("kv_policy", "h2o"), ("heavy", 10), ("recent", 12))])
 def test_turns_of_a_conversation(
     kept: tuple[tuple[str, object], ...],
@@ -125,7 +149,7 @@ def test_turns_of_a_conversation(
         talks.hold_contract(case, by_twins, offload)
 
 
-@pytest.mark.parametrize(("percent", "attend_on"), WHERE[:2])
+@pytest.mark.parametrize(("percent", "attend_on"), EACH)
 def test_rows_attend_what_they_share_whole(
     percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
 ) -> None:
@@ -138,19 +162,49 @@ def test_rows_attend_what_they_share_whole(
 
 @pytest.mark.parametrize("case", [USUAL, BY_PART, replace(COMING, policy=KEEPING_SOME), replace(USUAL, kv_codec="group4")])
 def test_what_is_moved_is_predicted(case: Case, by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
-    """The index of prompts, too, where keys are not their own."""
+    """The index of prompts, too, where keys are not their own and the host attends."""
     moved = assert_moved_as_predicted(case, by_twins, offload)
     whole = assert_moved_as_predicted(replace(case, policy=case.policy[:-1]), by_twins, offload)
     assert (moved["store"] > whole["store"]) == (case.kv_codec == PLAIN)
 
 
-def test_the_host_waits_at_the_heads_alone(by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        USUAL,
+        replace(COMING, policy=KEEPING_SOME, kv_codec="group4"),
+        replace(USUAL, policy=HEADS_APART, kind="gpt-oss-far"),
+        replace(USUAL, policy=ALIKE),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("percent", "attend_on"), FROM_HOST[:1])
+def test_only_chosen_slots_cross_the_link(
+    percent: tuple[int, ...], attend_on: str, case: Case, by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    """And back to the host just what changed."""
+    case = replace(case, percent=percent, attend_on=attend_on)
+    moved = assert_moved_as_predicted(case, by_twins, offload)
+    of_all = tuple(one for one in case.policy if not one[0].startswith("kv_recall"))
+    whole = assert_moved_as_predicted(replace(case, policy=of_all), by_twins, offload)
+    assert 0 < moved["load"] < whole["load"] and 0 < moved["store"] <= whole["store"]
+
+
+@pytest.mark.parametrize(("percent", "attend_on"), (WHERE[1], FROM_HOST[0]))
+def test_the_host_waits_at_the_heads_alone(
+    percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
     """Not to rank slots, so that steps may be launched ahead."""
-    case = replace(USUAL, percent=WHERE[1][0], attend_on=DEVICE)
+    case = replace(USUAL, percent=percent, attend_on=attend_on)
     with case.open(by_twins, offload) as llm:
         generate_with(llm, case)
         head = len(llm.spec.layers) - 1
-    waited = {task for (task, *_) in checker.waited if task.startswith(("COMPUTE 1.", "COMPUTE 2."))}
+    works_with_kv = "COMPUTE", "CHOOSE", "LOAD_KV", "STORE_KV"
+    waited = {
+        task
+        for (task, *_) in checker.waited
+        if task.startswith(tuple(f"{op} {step}." for op in works_with_kv for step in (1, 2)))
+    }
     assert waited == {f"COMPUTE {step}.{head}.{batch}" for step in (1, 2) for batch in (0, 1)}
 
 
@@ -193,6 +247,36 @@ def rows_leave_their_index_behind() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rows_are_looked_for_where_they_are_now() -> Iterator[None]:
+    with patch.object(PlacesOnDevice, "of", lambda *_: None):
+        yield
+
+
+@contextmanager
+def a_chosen_slot_stays_behind() -> Iterator[None]:
+    """The first is not brought, and what an earlier visit had there is read."""
+    brought = kv_rows.bring_slots
+
+    def all_but_one(source: Tensor, target: Tensor, slots: Tensor, rows: RowsOfBoth, missing: Missing | None = None) -> None:
+        brought(source, target, slots if missing is None else slots[..., 1:], rows, missing)
+
+    with patch.object(kv_rows, "bring_slots", all_but_one):
+        yield
+
+
+@contextmanager
+def what_changed_stays_on_the_device() -> Iterator[None]:
+    brought = kv_rows.bring_slots
+
+    def not_home(source: Tensor, target: Tensor, slots: Tensor, rows: RowsOfBoth, missing: Missing | None = None) -> None:
+        if missing is not None:
+            brought(source, target, slots, rows, missing)
+
+    with patch.object(kv_rows, "bring_slots", not_home):
+        yield
+
+
 GROWN = replace(USUAL, gen_len=24)  # until new tokens are no more among the newest
 
 
@@ -203,6 +287,12 @@ GROWN = replace(USUAL, gen_len=24)  # until new tokens are no more among the new
         (index_one_token_behind, GROWN),
         (index_one_token_behind, replace(GROWN, percent=WHERE[1][0])),
         (notes_of_parts_lie_in_one_place, BY_PART),
+        (index_one_token_behind, replace(GROWN, percent=FROM_HOST[0][0], attend_on=DEVICE)),
+        (a_chosen_slot_stays_behind, replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
+        (what_changed_stays_on_the_device, replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
+        (without_needs(Op.LOAD_KV, Op.CHOOSE), replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
+        (without_needs(Op.COMPUTE, Op.LOAD_KV), replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
+        (without_needs(Op.CHOOSE, Op.STORE_KV), replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
     ],
 )
 def test_what_goes_wrong_is_found(fault: Callable[[], Any], case: Case, by_twins: Checkpoints, offload: Path) -> None:
@@ -221,22 +311,28 @@ def test_what_goes_wrong_is_found(fault: Callable[[], Any], case: Case, by_twins
     assert checker.faults
 
 
-@pytest.mark.parametrize(("percent", "attend_on"), WHERE[:2])
-def test_rows_that_leave_their_index_behind_are_found(
-    percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
+@pytest.mark.parametrize(
+    ("fault", "percent", "attend_on"),
+    [
+        *((rows_leave_their_index_behind, *where) for where in EACH),
+        (rows_are_looked_for_where_they_are_now, *FROM_HOST[0]),
+    ],
+)
+def test_rows_that_leave_something_behind_are_found(
+    fault: Callable[[], Any], percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
 ) -> None:
     case = replace(COMING, percent=percent, attend_on=attend_on, lengths=(45, 30, 62, 25, 38, 51, 28, 33))
     growth = (4, 1, 6, 3, 5, 2, 3, 1)
     for row, grown in enumerate(growth):  # before the fault is there
         by_twins.resident_logits(replace(case, gen_len=grown), (row,))
-    with case.open(by_twins, offload) as llm, rows_leave_their_index_behind():
+    with case.open(by_twins, offload) as llm, fault():
         completions = stream.streamed(llm, stream.requests_of(case, growth))
     with pytest.raises(AssertionError):
         stream.compare_each_alone(case, growth, by_twins, completions)
 
 
-def test_nothing_is_chosen_before_it_attends(by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
-    """Only a disk needs to know before."""
+def test_the_host_chooses_nothing_before_it_attends(by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    """Only what is elsewhere needs to be known before."""
     with USUAL.open(by_twins, offload) as llm:
         generate_with(llm, USUAL)
         assert llm.stats is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
 
-from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.table import PLAIN
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case
 from tests.helpers.pairwise import covering
@@ -110,7 +110,8 @@ def of_pipelines() -> list[Planned]:
 
 
 def of_choosing_steps() -> list[Planned]:
-    """Steps that attend a share of what is kept, or of what a policy has left: on the device, and where the processor attends.
+    """Steps that attend a share of what is kept, or of what a policy has left: on the device, where the processor attends, and
+    where the device brings what they choose from the host.
     None has rows that come and go: a GPU gives rows other last bits when they are alone, and 4 bits may round them apart."""
     usual = Case("llama-gqa", STAYING, (45, 30, 62), 6, policy=(("kv_recall", 0.5),))
     beside = replace(usual, percent=(100, 0, 0, 100, 100, 0), attend_on=HOST)
@@ -120,6 +121,8 @@ def of_choosing_steps() -> list[Planned]:
         Planned(replace(usual, kv_codec="group4", num_gpu_batches=1)),
         Planned(replace(beside, kind="opt", policy=evicting)),
         Planned(replace(beside, gpu_batch_size=4, prefill_tokens=40)),
+        Planned(replace(beside, attend_on=DEVICE)),
+        Planned(replace(beside, attend_on=DEVICE, kv_codec="group4", policy=evicting, percent=(50, 50, 30, 70, 100, 0))),
     ]
 
 

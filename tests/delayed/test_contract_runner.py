@@ -471,7 +471,7 @@ def test_where_nothing_holds_texts_to_forms_the_plans_hold_none(monkeypatch: pyt
 def test_on_a_gpu_it_has_sixty_plans_some_with_graphs_and_some_that_several_devices_compute() -> None:
     plans = on_a_gpu()
     choosing = [one for one in plans if one.case.kv_policy.recall < 1]
-    assert sum(not (one.has_graphs or one.is_pipeline) for one in plans) == 60 + len(choosing) == 64
+    assert sum(not (one.has_graphs or one.is_pipeline) for one in plans) == 60 + len(choosing) == 66
     assert {one.case.attend_on for one in choosing} == {DEVICE, HOST} and not any(one.streams for one in choosing)
     assert len([one for one in plans if one.is_pipeline]) == 4 and not any(one.is_pipeline and one.has_graphs for one in plans)
     graphs = [one for one in plans if one.has_graphs]

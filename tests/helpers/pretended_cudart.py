@@ -30,7 +30,7 @@ class PretendedCudart:
         return sum(self.locked.values())
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        assert flags == 1, "page-locked for every device"
+        assert flags == 3, "page-locked for every device, and for its kernels"
         if any(pointer < start + nbytes and start < pointer + size for start, nbytes in self.locked.items()):
             return self._failed(LOCKED_ALREADY)
         if self.room is not None and self.nbytes + size > self.room:

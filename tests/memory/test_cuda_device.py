@@ -170,6 +170,39 @@ def test_a_refusal_is_forgotten_by_a_kernel(cuda: PretendedTorch, monkeypatch: p
     device.page_unlock(4096)
 
 
+def test_host_memory_is_used_by_kernels_where_it_lies(cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, region = CudaDevice(1), torch.arange(64, dtype=torch.uint8)
+    asked = list[tuple[dict[str, Any], torch.device, int]]()
+
+    def taken(given: Any, device: torch.device) -> torch.Tensor:
+        asked.append((given.__cuda_array_interface__, device, cuda.current))
+        return region[:]
+
+    monkeypatch.setattr(cuda, "as_tensor", taken, raising=False)
+    assert device.over_link(region).data_ptr() == region.data_ptr()
+    interface = {"shape": (64,), "typestr": "|u1", "data": (region.data_ptr(), False), "version": 2}
+    assert asked == [(interface, torch.device("cuda", 1), 1)]
+    monkeypatch.setattr(cuda, "as_tensor", lambda given, device: region.clone(), raising=False)
+    with pytest.raises(RuntimeError, match="does not read page-locked host memory at its own address; attend on the host"):
+        device.over_link(region)
+
+
+@pytest.mark.cuda
+def test_a_kernel_reads_and_writes_page_locked_memory() -> None:
+    device = CudaDevice()
+    tier = HostTier(device)
+    region = tier.alloc(1 << 20)
+    region.copy_(torch.arange(1 << 20).to(torch.uint8))
+    there, number = device.over_link(region), torch.tensor(1000, device=device.torch_device)
+    assert int(there[number]) == 1000 % 256
+    there[number] = 7
+    there[2000:3000].add_(1)
+    device.settle()
+    assert int(region[1000]) == 7 and int(region[2000]) == 2000 % 256 + 1
+    del there
+    tier.close()
+
+
 def test_libraries_are_loaded_on_the_stream_that_computes(cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the host's memory is weighed."""
     weighed = list[int]()

@@ -166,7 +166,7 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
         assert predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
 
 
-@pytest.mark.parametrize(("of_kv", "attend_on"), [((0, 100), HOST), ((40, 60), HOST), ((100, 0), DEVICE)])
+@pytest.mark.parametrize(("of_kv", "attend_on"), [((0, 100), HOST), ((40, 60), HOST), ((100, 0), DEVICE), ((40, 60), DEVICE)])
 @pytest.mark.parametrize("prefill_tokens", [1024, 40])
 def test_an_index_is_predicted_where_steps_attend(
     prefill_tokens: int, of_kv: tuple[int, int], attend_on: str, checkpoints: Checkpoints, offload: Path, pretended: None

@@ -16,7 +16,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
 from h2o_flexgen.schedule import SCHEDULES
-from h2o_flexgen.schedule.ops import READ, Key, Op, Visit
+from h2o_flexgen.schedule.ops import LOAD, READ, Key, Op, Visit
 from h2o_flexgen.schedule.schedule import Schedule
 from tests.helpers.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
@@ -309,6 +309,18 @@ def test_the_host_reads_what_steps_choose_of_it_and_its_index() -> None:
     beside, of_head = 2 * 2 * 2e-9 + 5e-5, 2 * 4 * 4  # bytes of a slot, and 36 of its index
     assert of_share[0] == pytest.approx(2 * 101 * 2 * of_head / 20e9 + beside)
     assert of_share[1] == pytest.approx((2 * 26 * 2 * of_head + 2 * 101 * 2 * 36 / 0.62) / 20e9 + beside)
+
+
+def test_a_device_brings_what_steps_choose_at_half_the_pace_of_a_copy() -> None:
+    plan = Plan.create(kv_recall=0.25, num_gpu_batches=3).with_percent((100, 0, 0, 100, 100, 0))
+    of = BlockPlan.of(tiny_spec(), plan, block_of([[100, 90]]), Site(True))
+    place, of_head = of.spec.kv_layers[0], 2 * 4 * 4  # bytes of a slot
+    load, store = (Key(op, 1, place, 0) for op in (Op.LOAD_KV, Op.STORE_KV))
+    priced = Pricing(of, MACHINE)
+    assert priced.cost.nbytes(load) == (26 - 1 + 23 - 1) * 2 * of_head
+    assert priced.cost.nbytes(store) == 2 * 2 * of_head
+    assert priced.seconds(load) == pytest.approx(priced.cost.nbytes(load) / (MACHINE.bandwidth(LOAD) / 2) + 5e-5)
+    assert 0 < priced.seconds(Key(Op.CHOOSE, 1, place, 0)) < priced.seconds(Key(Op.COMPUTE, 1, place, 0))
 
 
 def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:

@@ -176,15 +176,14 @@ def test_a_share_is_not_attended_where_that_is_not_done() -> None:
 
 @pytest.mark.parametrize("attend_on", [DEVICE, HOST])
 def test_beside_a_gpu_kv_lies_where_steps_choose_what_they_attend(attend_on: str) -> None:
-    """On no disk, and in host memory where the host attends it."""
-    many: Any = {"batch_sizes": (4,), "batches": (4,)} if attend_on == HOST else {}
+    """Or from where they bring it: in host memory, and on no disk."""
+    many: Any = {"batch_sizes": (4,), "batches": (4,)}
     asked = scarce(True, 0.2, plan=Plan.create(kv_recall=0.1), attend_on=(attend_on,), **many)
     found = search(asked)
     for one in (*found.all, *found.front):
         assert one.plan.policy.recall == 0.1 and one.plan.kv.disk < 1e-9
-        assert attend_on == HOST or one.plan.kv == Shares(1.0, 0.0)
         assert asked.largest(one.plan).fits(asked.limits)
-    assert (found.best.plan.kv.host > 0) == (attend_on == HOST)
+    assert found.best.plan.kv.host > 0
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -54,7 +54,7 @@ def choosing_moves(random: Random) -> Traffic:
         choosing=frozenset(layer for layer in with_kv if random.random() < 0.8),
         hidden=random.choice([(), tuple(random.choice([HOST, DISK]) for _ in range(width))]),
         state={(layer, batch): random.choice([HOST, DISK]) for layer in _few(random, count) for batch in range(width)},
-        accelerator=random.random() < 0.2,
+        accelerator=random.random() < 0.4,
         attends_on_host=random.random() < 0.3,
         kv_before=random.random() < 0.3,
         kv_after=random.random() < 0.3,

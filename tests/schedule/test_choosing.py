@@ -27,7 +27,7 @@ every_schedule = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=SCHEDUL
 
 def choosing(batches: int = 2, **values: Any) -> Traffic:
     kv = {(layer, batch): DISK for layer in ATTENTION for batch in range(batches)}
-    return Traffic(3, LAYERS, batches, kv=kv, choosing=frozenset(ATTENTION), **values)
+    return Traffic(3, LAYERS, batches, **{"kv": kv, "choosing": frozenset(ATTENTION), **values})
 
 
 def of_step(schedule: Schedule, step: int = 1) -> str:
@@ -102,6 +102,19 @@ def test_a_choice_before_its_batch_has_left_the_layer_before_is_refused() -> Non
     for needs, said in ((early.needs, "which was not issued before it"), (early.needs[1:], f"may start before {left}")):
         with pytest.raises(ScheduleError, match=f"{chosen} .*{said}"):
             check(_issuing(schedule, [*tasks[:begins], early._replace(needs=needs), *tasks[begins:at], *tasks[at + 1 :]]))
+
+
+def test_what_a_device_chooses_is_brought_behind_its_choice_and_behind_the_last_store() -> None:
+    kv = dict.fromkeys(((layer, batch) for layer in ATTENTION for batch in range(2)), HOST)
+    assert of_step(Zigzag(choosing(accelerator=True, kv=kv))) == of_step(Zigzag(choosing())), "a link is as a disk here"
+    schedule = Zigzag(choosing(accelerator=True, kv=kv, buffers=6))  # so many that none is waited for
+    chosen, load = Key(Op.CHOOSE, 1, 3, 0), Key(Op.LOAD_KV, 1, 3, 0)
+    tasks, stored = list(schedule.tasks()), Key(Op.STORE_KV, 0, 3, 0)
+    for key, need in ((load, chosen), (Key(Op.COMPUTE, 1, 3, 0), load), (chosen, stored)):
+        at, task = next((at, task) for at, task in enumerate(tasks) if task.key == key)
+        early = task._replace(needs=tuple(one for one in task.needs if one != need))
+        with pytest.raises(ScheduleError, match=f"{key} may start before {need} has ended"):
+            check(_issuing(schedule, [*tasks[:at], early, *tasks[at + 1 :]]))
 
 
 def test_a_choice_for_a_buffer_that_is_still_attended_is_refused() -> None:

@@ -9,6 +9,8 @@ with prompts alone: what is kept of them goes to the host row by row, all slots 
 goes part by part while the next part is computed (`host_attention_exchange`). Where rows join others or texts go on, it goes at
 once. An index of keys, by which steps choose what they attend, lies beside an image as scores do, and goes where these go: a
 device makes that of the prompts that it reads.
+
+Where a device fetches what steps choose, an image lies row by row (`kv_rows`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from h2o_flexgen.engine.executor import MovedInParts
 from h2o_flexgen.engine.rows import BatchRows, RowRange
 from h2o_flexgen.engine.stores.host_attention_exchange import PartOfPrompts, PartsOnTheWay
 from h2o_flexgen.engine.stores.kv_pages import KVPages, TokensRead
+from h2o_flexgen.engine.stores.kv_rows import KVRows, PlacesOnDevice
 from h2o_flexgen.engine.stores.layer_judges import Judges
 from h2o_flexgen.kernels.evict import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
@@ -73,9 +76,10 @@ class Unit:
 
     rows: int = 0  # in it
     held: int = 0  # slots in use, in the row that has most
+    began_with: Sequence[int] = ()  # slots in use in each row when the block began
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
-    ranges: Sequence[RowRange] = ()  # the same, row by row, where KV lies in pages on disk
+    ranges: Sequence[RowRange] = ()  # the same, row by row, where steps choose what they bring
     choice: ChosenSlots | None = None  # there, of the slots that the next COMPUTE attends
     cache: KVCache | None = None  # cache of the last COMPUTE
     joined: dict[int, slice] = field(default_factory=dict)  # by step: rows with prompts read in it, until the host has them
@@ -105,6 +109,7 @@ class KVStore:
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
         self._pages: dict[tuple[int, int], KVPages] = {}  # on disk, where steps choose what they read
+        self._rows: dict[tuple[int, int], KVRows] = {}  # in host memory, where steps choose what a device fetches
         self.prepare(planned)
         self._note_bytes = self._policy.score_bytes if self._only_reads else planned.kv.note_bytes(level)
         self._rooms = KVRooms.of(planned, self._layouts, self._note_bytes)
@@ -127,11 +132,14 @@ class KVStore:
         self.spared_bytes = 0  # of tokens that several heads have chosen, or that steps before have read
         for pages in self._pages.values():
             pages.begin()
+        for rows in self._rows.values():
+            rows.begin()
         for place in self._layouts:
             batch, before = planned.block.batches[place[1]], self._units.get(place)
             goes_on = before is not None and any(batch.seen)
-            held = planned.kv.occupancies[self._level][place[1]].held(0)
-            self._units[place] = Unit(batch.size, held, journaled=before.journaled if goes_on and before else [])
+            held = planned.kv.occupancies[self._level][place[1]].counts(0)
+            journaled = before.journaled if goes_on and before else []
+            self._units[place] = Unit(batch.size, max(held), held, journaled=journaled)
 
     def _allocate(self, held: ExitStack) -> None:
         memories, rooms = self._memories, self._rooms
@@ -149,6 +157,7 @@ class KVStore:
 
     def _allocate_homes(self, held: ExitStack) -> None:
         traffic, memories = self._schedule.traffic, self._memories
+        on_device = PlacesOnDevice(memories.device)
         for place, layout in self._layouts.items():
             tier = traffic.kv[place]
             if tier == DISK:
@@ -159,8 +168,10 @@ class KVStore:
                     self._pages[place] = KVPages(self._on_disk[place], layout, memories.disk, self._tokens_read(held, layout))
             else:
                 memory = memories.host if tier == HOST else memories.compute
-                self._in_memory[place] = memory.alloc(layout.image_bytes)
-                held.callback(memory.free, self._in_memory[place])
+                self._in_memory[place] = home = memory.alloc(layout.image_bytes)
+                held.callback(memory.free, home)
+                if layout.in_pages and traffic.brings_chosen(*place):
+                    self._rows[place] = KVRows(home, layout, self._coding, memories.device, on_device)
             region = self._notes_region(held, layout, traffic.is_beside(*place)) if self._note_bytes else None
             self._notes[place] = self._noted_in(region, layout.shape)
 
@@ -211,7 +222,7 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._pages, self._notes):
+        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._pages, self._rows, self._notes):
             kept.clear()  # so that a reference to the store keeps no memory alive
 
     def _layout(self, task: Task) -> KVLayout:
@@ -223,6 +234,8 @@ class KVStore:
 
     def _image(self, region: Tensor, task: Task) -> Tensor:
         """(sets, rows, kv_heads, slots, width) over the bytes of a region."""
+        if (rows := self._rows.get((task.layer, task.batch))) is not None:
+            return rows.image(region)
         by_token = self._accelerator and not self._is_beside(task)
         return image_over(region, self._layout(task).shape, self._coding, by_token)
 
@@ -281,15 +294,15 @@ class KVStore:
 
     def _opened(self, task: Task, rows: BatchRows, region: Tensor, noted: SlotNotes) -> KVCache:
         """The cache over a region, in which living rows fill the places of those that have left."""
-        unit = self._units[task.layer, task.batch]
+        unit, place = self._units[task.layer, task.batch], (task.layer, task.batch)
         if unit.cache is not None:
             unit.cache.replaced = None  # perhaps of another buffer
         cache = self._cache(task, region, noted)
         unit.changed, unit.cache = rows.changed(self._level), cache
-        if (pages := self._pages.get((task.layer, task.batch))) is not None:
+        if (kept := self._pages.get(place) or self._rows.get(place)) is not None:
             unit.ranges, unit.choice, cache.choice.changed = rows.ranges(self._level), cache.choice, None
             if unit.generation != rows.generation:
-                pages.keep_rows(rows.places_before)
+                kept.keep_rows(rows.places_before)
         if unit.generation != rows.generation:
             cache.keep_rows(rows.places_before, rows.held_before[self._level])
         if unit.generation != rows.generation or rows.changes_all:
@@ -304,7 +317,7 @@ class KVStore:
         if place not in self._caches:
             image = self._image(region, task) if shape is None else image_over(region, shape, self._coding, by_token=False)
             self._caches[place] = self._cache_over(task, image, noted)
-            self._caches[place].choice.is_needed = place[1:] in self._pages
+            self._caches[place].choice.is_needed = place[1:] in self._pages or place[1:] in self._rows
         cache = self._caches[place]
         cache.replaced = None
         return cache
@@ -319,11 +332,20 @@ class KVStore:
         return (self._device_ring or self._host_ring)[self._buffer(task)]
 
     def load(self, task: Task) -> int:
-        """Host -> device: all held slots, one range from the start."""
+        """Host -> device: all held slots, one range from the start. Or what a step has chosen."""
         unit = self._units[task.layer, task.batch]
+        if (kept := self._rows.get((task.layer, task.batch))) is not None:
+            return self._load_rows(task, unit, kept)
         if self._is_beside(task):
             return self._transfer_rows(task, slice(0, self._layout(task).rows), to_device=True)
         return self._transfer(task, 0, unit.held, to_device=True)
+
+    def _load_rows(self, task: Task, unit: Unit, kept: KVRows) -> int:
+        buffer = self._device_ring[self._buffer(task)]
+        if not self._schedule.traffic.chooses(task.visit):  # a text goes on
+            return kept.load(buffer, unit.began_with, unit.held)
+        assert unit.choice is not None
+        return kept.bring(buffer, unit.choice)
 
     def store_parts(self, task: Task) -> MovedInParts:
         """Device -> host: prompts that go part by part, most of which are on their way."""
@@ -336,6 +358,9 @@ class KVStore:
         unit = self._units[task.layer, task.batch]
         if self._is_beside(task):
             return self._transfer_rows(task, unit.joined.pop(task.step, slice(0)), to_device=False)
+        if (kept := self._rows.get((task.layer, task.batch))) is not None:
+            changed = None if unit.choice is None else unit.choice.changed
+            return kept.store(self._device_ring[self._buffer(task)], unit.ranges, changed)
         if unit.replaced is None:
             return self._transfer(task, *unit.changed, to_device=False)
         return self._store_single(task, unit, unit.replaced)
@@ -428,7 +453,7 @@ class KVStore:
     def _write_pages(self, task: Task, unit: Unit) -> int:
         """Writes neighbouring tokens, or prompts alone: heads of the rows before them have changed a slot each."""
         pages, image = self._pages[task.layer, task.batch], self._values(task, writes=False)
-        changed = None if unit.choice is None else unit.choice.changed
+        changed = None if unit.choice is None or self._policy.keeps_all else unit.choice.changed
         if changed is None:
             return pages.write(image, unit.ranges)
         prompts = [one for one in unit.ranges if one.row >= len(changed)]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, KVLayout
 from h2o_flexgen.engine.rows import RowRange
+from h2o_flexgen.engine.stores.kv_rows import RowPlaces
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.key_index import ChosenSlots, SlotsRead
 from h2o_flexgen.kv.slots import Coding, image_over
@@ -114,18 +115,17 @@ class KVPages:
         self._layout = layout
         self._disk = disk
         self._before = before
-        self._places = [*range(layout.rows)]  # of each row, on disk
+        self._places = RowPlaces(layout.rows)  # on disk
 
     def begin(self) -> None:
         """Begins with other rows, or with one that lives on."""
-        self._places = [*range(self._layout.rows)]
+        self._places.begin()
         if self._before is not None:
             self._before.forget()
 
     def keep_rows(self, kept: Sequence[int]) -> None:
-        """Row `kept[dst]` becomes row `dst`. The places of rows that have left are free for others."""
-        moved = [self._places[source] for source in kept]
-        self._places = [*moved, *(place for place in self._places if place not in set(moved))]
+        """Row `kept[dst]` becomes row `dst`."""
+        self._places.keep_rows(kept)
 
     # -- ranges of rows ------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class KVPages:
         """Writes ranges of an image (sets, rows, heads, slots, width)."""
         if self._before is not None:
             for row, first, end in changed:
-                self._before.follow(self._places[row], first, end)
+                self._before.follow(self._places.now[row], first, end)
         self._disk.files.each(lambda cut: self._write_groups(image, cut), [*self._cuts(changed)])
         return self._nbytes(changed)
 
@@ -170,7 +170,7 @@ class KVPages:
         """The place of a part on disk, and the number of its page groups."""
         layout = self._layout
         first, groups = cut.first // layout.page_group_tokens, -(-(cut.end - cut.first) // layout.page_group_tokens)
-        return self._places[cut.row] * layout.disk_row_bytes + first * layout.page_group_bytes, groups
+        return self._places.now[cut.row] * layout.disk_row_bytes + first * layout.page_group_bytes, groups
 
     def _tokens_of(self, raw: numpy.ndarray, image: numpy.ndarray, cut: RowRange) -> Iterator[Pair]:
         """The tokens of a part, as they lie on disk and in the image: those of page groups that are full, and the others."""
@@ -217,7 +217,7 @@ class KVPages:
         counts, layout = choice.now.slots.counts, self._layout
         slots = numpy_of(choice.slots)
         wanted = _wanted(slots, counts, layout.slots)
-        found = None if self._before is None else self._before.find(wanted, counts, self._places)
+        found = None if self._before is None else self._before.find(wanted, counts, self._places.now)
         left = wanted if found is None else found.left
         choice.read = None
         if self._before is not None and found is not None:
@@ -252,7 +252,7 @@ class KVPages:
         return self._page_groups(of_row, number, counts)
 
     def _page_groups(self, rows: numpy.ndarray, numbers: numpy.ndarray, counts: Sequence[int]) -> TokensOnDisk:
-        layout, places = self._layout, numpy.array(self._places, numpy.int64)
+        layout, places = self._layout, numpy.array(self._places.now, numpy.int64)
         groups = numpy.stack((rows, places[rows] * layout.disk_row_bytes, numbers), axis=1).astype(numpy.int64)
         return TokensOnDisk(groups, numpy.array(counts, numpy.int64), layout.page_group_bytes, layout.page_group_tokens)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.formats.kernel_table import MAX, SUM
-from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Newest, Notes, parts
+from h2o_flexgen.kernels.evict import LEAST_SCORE, Leaving, Missing, Newest, Notes, RowsOfBoth, parts
 from h2o_flexgen.kernels.gpu.attention_parts import highest
 from h2o_flexgen.kernels.gpu.codes import as_words, in_words, widest_word
 from h2o_flexgen.kernels.gpu.launching import ALIGNED, InWords, Launch, Seen, kept_by_shape, launcher, seen
@@ -225,3 +225,61 @@ def move_slots(
     put = out + row * out_row + head * out_head + place[:, None] * out_slot + word[None, :]
     for half in tl.static_range(HALVES):
         tl.store(put + half * out_half, tl.load(taken + half * source_half, mask=there), mask=there)
+
+
+# -- between two images ----------------------------------------------------------------------------------------------------
+# One of them lies in page-locked memory of the host, where a program reads or writes over the link: whole slots, of which
+# neighbouring threads take neighbouring words. Nothing but what is missing is read there.
+
+
+def bring_slots(source: Tensor, target: Tensor, slots: Tensor, rows: RowsOfBoth, missing: Missing | None = None) -> None:
+    source, target = as_words(source, target)
+    ways = rows.source is not None, rows.target is not None, missing is not None
+    launch = bring_of(seen(source), seen(target), seen(slots), *ways)
+    numbers = (*rows, *((None, None) if missing is None else missing))
+    launch(source, target, slots, *(slots if each is None else each for each in numbers))
+
+
+@kept_by_shape
+def bring_of(source: Seen, target: Seen, slots: Seen, from_elsewhere: bool, to_elsewhere: bool, picks: bool) -> Launch:
+    (rows, heads, count), halves, words = slots[0], source[0][0], source[0][-1]
+    return launcher(
+        bring_some,
+        (triton.cdiv(count, SLOTS), heads, rows),
+        (count, words, *source[1][:4], *target[1][:4], *slots[1]),
+        FROM_ELSEWHERE=from_elsewhere,
+        TO_ELSEWHERE=to_elsewhere,
+        PICKS=picks,
+        HALVES=halves,
+        SLOTS=SLOTS,
+        WORDS=triton.next_power_of_2(words),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["count", "slots_row", "slots_head"],
+    do_not_specialize_on_alignment=["slots", "source_rows", "target_rows", "counts", "newest"],
+)
+def bring_some(
+    source, target, slots, source_rows, target_rows, counts, newest, count, words,
+    source_half, source_row, source_head, source_slot, target_half, target_row, target_head, target_slot,
+    slots_row, slots_head, slots_place,
+    FROM_ELSEWHERE: tl.constexpr, TO_ELSEWHERE: tl.constexpr, PICKS: tl.constexpr,
+    HALVES: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    word, from_row, to_row = tl.arange(0, WORDS), row, row
+    if FROM_ELSEWHERE:
+        from_row = tl.load(source_rows + row)
+    if TO_ELSEWHERE:
+        to_row = tl.load(target_rows + row)
+    slot = tl.load(slots + row * slots_row + head * slots_head + place * slots_place, mask=place < count, other=0)
+    wanted = place < count
+    if PICKS:
+        wanted = (place < tl.load(counts + row)) & (slot != tl.load(newest + row))
+    there = wanted[:, None] & (word < words)[None, :]
+    taken = source + from_row * source_row + head * source_head + slot[:, None] * source_slot + word[None, :]
+    put = target + to_row * target_row + head * target_head + slot[:, None] * target_slot + word[None, :]
+    for half in tl.static_range(HALVES):
+        tl.store(put + half * target_half, tl.load(taken + half * source_half, mask=there), mask=there)

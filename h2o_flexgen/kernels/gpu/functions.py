@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.gpu.counted_experts import (
     gather_counted,
 )
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
-from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
+from h2o_flexgen.kernels.gpu.evict import bring_slots, evict, gather_slots, take_slots
 from h2o_flexgen.kernels.gpu.group_codes import group_decode, group_encode, tile_decode, tile_decode_rows, tile_encode
 from h2o_flexgen.kernels.gpu.int8_product import int8_product
 from h2o_flexgen.kernels.gpu.norms import gated_norm, rms_norm
@@ -28,7 +28,7 @@ from h2o_flexgen.kernels.gpu.tile_product import tile_product, tile_products
 KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
     *(stored_decode, stored_product, tile_product, tile_products, int8_product),
-    *(append, append_coded, rotate, evict, gather_slots, take_slots),
+    *(append, append_coded, rotate, evict, gather_slots, take_slots, bring_slots),
     *(gather_counted, counted_tile_products, counted_stored_products, add_counted),
     *(decode_attention, prompt_attention, shared_attention, choose_slots, rms_norm),
     *(gated_delta, selective_scan, short_convolution, gated_norm),

@@ -78,5 +78,13 @@ def test_a_step_attends_what_it_chooses(
     assert {"choose_slots", "take_slots"} <= called
 
 
+def test_a_step_brings_what_it_chooses_from_the_host(
+    own_checkpoints: Checkpoints, offload: Path, pretended: None, gpu: torch.device, called: set[str]
+) -> None:
+    case = Case("llama-gqa", **ONE_ROW | {"lengths": (26,)}, policy=(("kv_recall", 0.5),), percent=(100, 0, 0, 100, 100, 0))
+    hold_contract(replace(case, device=CUDA) if gpu.type == CUDA else case, own_checkpoints, offload)
+    assert {"choose_slots", "bring_slots"} <= called
+
+
 def test_it_is_said_of_each_kernel_what_it_writes() -> None:
     assert WRITTEN.keys() == functions.FUNCTIONS.keys()

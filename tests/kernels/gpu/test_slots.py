@@ -9,10 +9,22 @@ from torch import Tensor
 from h2o_flexgen.formats.grouped import Grouped
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.append import RotationAngles, append_twin, rotate_twin
-from h2o_flexgen.kernels.evict import NUMBER, Leaving, Newest, Notes, evict_twin, gather_slots_twin, parts, take_slots_twin
+from h2o_flexgen.kernels.evict import (
+    NUMBER,
+    Leaving,
+    Missing,
+    Newest,
+    Notes,
+    RowsOfBoth,
+    bring_slots_twin,
+    evict_twin,
+    gather_slots_twin,
+    parts,
+    take_slots_twin,
+)
 from h2o_flexgen.kernels.gpu import evict as evicting
 from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
-from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
+from h2o_flexgen.kernels.gpu.evict import bring_slots, evict, gather_slots, take_slots
 from h2o_flexgen.kernels.group_codes import group_encode_twin
 
 EXACT = (torch.float32, torch.float16)  # the interpreter rounds to bfloat16 towards zero
@@ -133,6 +145,28 @@ def test_what_changed_is_gathered_behind_its_numbers(
     assert torch.equal(numbers, places)
     row, head = torch.arange(rows)[:, None], torch.arange(heads)
     assert same(values, image[:, row, head, places])
+
+
+@pytest.mark.parametrize(("rows", "heads", "slots", "width", "dtype"), SHAPES)
+@pytest.mark.parametrize("is_home", ["source", "target"])
+@pytest.mark.parametrize("picks", [False, True])
+def test_slots_come_from_and_go_to_the_place_of_their_row(
+    rows: int, heads: int, slots: int, width: int, dtype: torch.dtype, is_home: str, picks: bool, gpu: torch.device
+) -> None:
+    draw, most = drawn(slots), min(slots, 21)
+    images = [image_of(rows, heads, slots, width, dtype, draw, 1 + slots % 2) for _ in range(2)]
+    chosen = torch.rand(rows, heads, slots, generator=draw).argsort(-1)[..., :most].sort(-1).values
+    counts = torch.randint(1, most + 1, (rows,), generator=draw)
+    newest = chosen[:, 0, 0].clone()  # of other heads it may be chosen or not
+    behind = torch.arange(most) >= counts[:, None, None]
+    chosen = chosen.masked_fill(behind, slots + 5) if picks else chosen  # what is there is not looked at
+    missing = Missing(counts, newest) if picks else None
+    numbers = RowsOfBoth(**{is_home: torch.randperm(rows + 1, generator=draw)})
+    target = on(gpu, images[1])
+    on_gpu = RowsOfBoth(*(None if each is None else each.to(gpu) for each in numbers))
+    bring_slots(on(gpu, images[0]), target, chosen.to(gpu), on_gpu, missing and Missing(*(each.to(gpu) for each in missing)))
+    bring_slots_twin(*images, chosen, numbers, missing)
+    assert same(target, images[1])
 
 
 def a_turn(rows: int, tokens: int, half: int, dtype: torch.dtype, draw: torch.Generator) -> RotationAngles:

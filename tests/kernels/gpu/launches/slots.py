@@ -8,9 +8,9 @@ from torch import Tensor
 from h2o_flexgen.formats.grouped import Grouped
 from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.append import RotationAngles
-from h2o_flexgen.kernels.evict import NUMBER, Leaving, Newest, Notes
+from h2o_flexgen.kernels.evict import NUMBER, Leaving, Missing, Newest, Notes, RowsOfBoth
 from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
-from h2o_flexgen.kernels.gpu.evict import evict, gather_slots, take_slots
+from h2o_flexgen.kernels.gpu.evict import bring_slots, evict, gather_slots, take_slots
 from tests.kernels.gpu.launch import Launch
 
 ROWS, HEADS, SLOTS, DIM, PACKED = 8, 56, 543, 128, 72
@@ -67,6 +67,13 @@ def taken() -> None:
     take_slots(made(ROWS, 512, HEADS, DIM).transpose(1, 2), index, PLAIN[0, :, :, :400])
 
 
+def brought(of: Tensor, most: int) -> None:
+    """From the host: what a step has chosen; and back to it what it has changed."""
+    chosen, numbers = made(ROWS, HEADS, most, dtype=torch.int64), made(ROWS, dtype=torch.int64)
+    bring_slots(of, of, chosen, RowsOfBoth(source=numbers), Missing(numbers, numbers))
+    bring_slots(of, of, chosen[..., :1], RowsOfBoth(target=numbers))
+
+
 LAUNCHES = (
     Launch("evict by score", lambda: evicted(PLAIN, SCORES), kernels=1, narrowest={"evict_one": 4}),
     Launch("evict by the highest share", lambda: evicted(PLAIN, SCORES, gathers=MAX), narrowest={"evict_one": 4}),
@@ -80,5 +87,7 @@ LAUNCHES = (
     Launch("rotate a long text", lambda: rotated(4, MANY, HEADS), registers=64),
     Launch("rotate what heads hold", lambda: rotated(MANY, 512, 1), registers=64),
     Launch("gather what changed", lambda: gathered(PLAIN), registers=64, narrowest={"move_slots": 8}),
+    Launch("bring slots", lambda: brought(PLAIN, 400), registers=64, kernels=2, narrowest={"bring_some": 8}),
+    Launch("bring packed slots", lambda: brought(CODED, 400), registers=64, narrowest={"bring_some": 4}),
     Launch("take slots", taken, registers=64, narrowest={"move_slots": 8}),
 )
