@@ -360,10 +360,15 @@ def test_what_is_not_done_yet_is_refused_in_one_line(
 
 
 def planned(
-    checkpoints: Checkpoints, share: float, kv_codec: str = PLAIN, percent: tuple[int, ...] = USUAL.percent
+    checkpoints: Checkpoints,
+    share: float,
+    kv_codec: str = PLAIN,
+    percent: tuple[int, ...] = USUAL.percent,
+    has_gpu: bool = False,
 ) -> WorkloadPlan:
-    plan = Plan.create(kv_recall=share, kv_codec=kv_codec).with_percent(percent).at(Site())
-    return WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((400,) * 4, 9), Site())
+    site = Site(accelerator=has_gpu)
+    plan = Plan.create(kv_recall=share, kv_codec=kv_codec).with_percent(percent).at(site)
+    return WorkloadPlan(checkpoints.opened("llama-gqa", "float32", "float32").spec(plan), plan, Workload((400,) * 4, 9), site)
 
 
 def test_the_index_is_promised_and_what_is_read_is_priced(checkpoints: Checkpoints) -> None:
@@ -391,6 +396,9 @@ def test_a_report_says_what_steps_attend(checkpoints: Checkpoints) -> None:
     assert "by an index of keys" in line
     packed = KeptByPolicy(planned(checkpoints, 0.1, "group4"))._line()
     assert packed.endswith("which its query chooses by their keys, which are packed")
+    beside = KeptByPolicy(planned(checkpoints, 0.1, "group4", (100, 0, 0, 100, 100, 0), has_gpu=True))
+    assert "by an index of keys" in beside._line() and beside._beside == "; from outside the GPU only these are fetched"
+    assert not KeptByPolicy(planned(checkpoints, 0.1, percent=ON_DISK))._beside
 
 
 def test_texts_are_not_scored_in_one_pass_where_steps_choose() -> None:

@@ -463,7 +463,7 @@ def test_where_nothing_holds_texts_to_forms_the_plans_hold_none(monkeypatch: pyt
     """On a machine with torch and transformers alone; and the verdict says so."""
     monkeypatch.setattr(plans, "find_spec", lambda name: None)
     monkeypatch.setattr(contract, "find_spec", lambda name: None)
-    assert len(on_a_gpu()) == 88 and not any(one.case.held for one in on_a_gpu())
+    assert len(on_a_gpu()) == 90 and not any(one.case.held for one in on_a_gpu())
     found = contract.Found(Path("none"))
     assert contract.summary([], found, 1.0)["verdict"].endswith("no text is held to a form: llguidance is not installed")  # type: ignore[attr-defined]
 

@@ -58,8 +58,7 @@ class KeptByPolicy:
     def entries(self) -> Iterator[Entry]:
         plan = self.planned.plan
         packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
-        beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
-        yield entry("KV", f"{self._line()}{packed}{beside}", kept=self._values())
+        yield entry("KV", f"{self._line()}{packed}{self._beside}", kept=self._values())
         if plan.head_budgets is not None:
             yield entry("heads", f"budgets by head: {self._by_head()}; {measured_on(plan.head_budgets)}")
         elif self.source and not plan.policy.keeps_all:
@@ -70,6 +69,14 @@ class KeptByPolicy:
         if plan.probe is not None:
             fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
             yield entry("probe", f"of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})")
+
+    @property
+    def _beside(self) -> str:
+        """What becomes of KV outside the GPU, where that is not fetched whole."""
+        traffic = self.planned.blocks.first.schedule.traffic
+        if self.planned.plan.attend_on == HOST:
+            return "; outside the GPU it is attended by the CPU"
+        return "; from outside the GPU only these are fetched" if traffic.accelerator and traffic.reads_chosen else ""
 
     @property
     def _how_to_differ(self) -> str:
