@@ -48,7 +48,7 @@ from h2o_flexgen.profiling.measure import describe_machine
 ROWS = (1, 8, 32, 128, 512)
 SHAPE = (5632, 2048)  # outputs and inputs of TinyLlama's widest matrix
 BEYOND_CACHES = 192 << 20  # bytes of all matrices of one form
-STORED = ("q4_0", "q4_1", "q4_K", "q5_K", "q6_K", "q8_0", "mxfp4", "fp8-128x128-float32", "int4-128-float16-zeros")
+STORED_FORMS = ("q4_0", "q4_1", "q4_K", "q5_K", "q6_K", "q8_0", "mxfp4", "fp8-128x128-float32", "int4-128-float16-zeros")
 SOUND_BYTES = 60  # random bytes below it are small, finite numbers in every form and every type of its scales
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ARITHMETIC = {torch.float32: "fp32", torch.bfloat16: "exact"}  # the property of Peaks that bounds exact products of a type
@@ -149,7 +149,7 @@ def forms_of(shape: tuple[int, int], nbytes: int) -> Iterator[Form]:
             arithmetic = "integer" if compute == INT8 else ARITHMETIC[bf16]
             products = [partial(as_it_lies, replace(one, product=op)) for one in packed]
             yield Form(f"{codec.bits} bits, {compute}", bf16, packed[0].data.nbytes, arithmetic, products)
-    for form in STORED:
+    for form in STORED_FORMS:
         stored = stored_matrices(form, shape, bf16, nbytes)
         for compute, op in PRODUCTS.items():
             if compute != INT8 or rounds(form):

@@ -27,7 +27,7 @@ from tests.helpers.contract import (
     ALIKE,
     GGUF,
     POLICIES,
-    STORED,
+    PUBLISHED,
     WEIGHTS,
     Case,
     Checkpoints,
@@ -124,7 +124,7 @@ TIERS = ((100, 0), (0, 100), (0, 0))
 
 
 FROM_PAGES = {
-    ("kind", "stored", "weight_codec", "compute"): [one for one in STORED if one[1].startswith("gguf-") and one[2] == PLAIN],
+    ("kind", "stored", "weight_codec", "compute"): [one for one in PUBLISHED if one[1].startswith("gguf-") and one[2] == PLAIN],
     "percent": ((0, 0, 0, 100, 0, 100), (0, 30, 0, 100, 0, 100)),
     "num_gpu_batches": (1, 3),  # of several, each reads a part of a layer
     "buffers": (2, 3),
@@ -181,7 +181,7 @@ def test_every_stored_and_computed_type(
 
 def is_first_of_its_kin(one: tuple[str, ...]) -> bool:
     """Whether no format before it is stored and computed with as this one. Their bytes differ, which decoders alone see."""
-    return kin(one) not in map(kin, STORED[: STORED.index(one)])
+    return kin(one) not in map(kin, PUBLISHED[: PUBLISHED.index(one)])
 
 
 def kin(one: tuple[str, ...]) -> tuple[bool, ...]:
@@ -192,11 +192,11 @@ def kin(one: tuple[str, ...]) -> tuple[bool, ...]:
 def is_of_formats(pair: Mapping[Name, Any]) -> bool:
     """Whether two choices have to meet: all do where a format stands for its kin, and others are decoded, to either type."""
     one = pair.get(("kind", "stored", "weight_codec", "compute"))
-    return one is None or is_first_of_its_kin(one) or pair.get("dtype") == ("float32", "bfloat16")[STORED.index(one) % 2]
+    return one is None or is_first_of_its_kin(one) or pair.get("dtype") == ("float32", "bfloat16")[PUBLISHED.index(one) % 2]
 
 
 STORED_CASES = {
-    ("kind", "stored", "weight_codec", "compute"): STORED,
+    ("kind", "stored", "weight_codec", "compute"): PUBLISHED,
     "percent": (MIXES[2], MIXES[3]),  # all weights come from the disk, or some from each tier
     "attend_on": (DEVICE, HOST),
     "kv_codec": (PLAIN, "group4"),
@@ -333,7 +333,7 @@ def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, 
     ("kind", "stored"),
     [
         *((kind, "float32") for kind in CHOICES["kind"]),  # of all others tests/models holds it
-        *every_nth(spread(dict.fromkeys((kind, stored) for kind, stored, *_ in STORED)), 2),
+        *every_nth(spread(dict.fromkeys((kind, stored) for kind, stored, *_ in PUBLISHED)), 2),
     ],
 )
 def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, stored: str, checkpoints: Checkpoints) -> None:
@@ -418,7 +418,8 @@ def test_logits_have_the_same_bits_in_every_library_and_in_torch(
 
 
 PACKED_HEADS = [(kind, "float32", "group4") for kind in ("gemma3", "neox-sequential", "neox-parallel", "opt", *MIXTURES)]
-OF_CHECKPOINTS = [(kind, stored, format) for kind, stored, format, compute in STORED if compute == INT8]  # most heads are plain
+# most heads are plain
+OF_CHECKPOINTS = [(kind, stored, format) for kind, stored, format, compute in PUBLISHED if compute == INT8]
 
 
 @needs_kernels

@@ -27,7 +27,7 @@ from tests.helpers.contract import (
     BESIDE_SCANS,
     BY_HEAD,
     POLICIES,
-    STORED,
+    PUBLISHED,
     WEIGHTS,
     Case,
     Checkpoints,
@@ -60,7 +60,7 @@ def random_weights(random: Random) -> tuple[str, str, str, str]:
 
 
 def random_case(random: Random, devices: Sequence[str]) -> Case:
-    kind, stored, weight_codec, compute = random.choice(STORED) if random.random() < 0.25 else random_weights(random)
+    kind, stored, weight_codec, compute = random.choice(PUBLISHED) if random.random() < 0.25 else random_weights(random)
     policy = random.choice([own for own in (*POLICIES, *BY_HEAD) if fits(kind, own)])
     shortest = SHORTEST_BY_HEAD if policy in BY_HEAD else 1
     return Case(

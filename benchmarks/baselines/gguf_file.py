@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.baselines.gguf_metadata import add_metadata
 
-STORED = {torch.bfloat16: gguf.GGMLQuantizationType.BF16, torch.float16: gguf.GGMLQuantizationType.F16}
+GGML_TYPES = {torch.bfloat16: gguf.GGMLQuantizationType.BF16, torch.float16: gguf.GGMLQuantizationType.F16}
 SUFFIXES = (".weight", ".bias")
 
 
@@ -32,7 +32,7 @@ def write_gguf(checkpoint: Path, config: Mapping[str, Any], architecture: str, f
         add_metadata(writer, config)
         named = _names(config, architecture)
         for name, value in _tensors(checkpoint):
-            form = STORED.get(value.dtype)
+            form = GGML_TYPES.get(value.dtype)
             writer.add_tensor_info(named(name), value.shape, _as_stored(value).dtype, value.nbytes, form)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -20,7 +20,7 @@ from h2o_flexgen.core.files import local_path, write_text
 from h2o_flexgen.sampling.params import SEED
 
 MAKERS = ("northwind", "acme", "globex", "initech", "umbrella works", "stark tools", "wayne press", "hooli")
-KINDS = ("camera", "printer", "guitar", "lager", "atlas", "compiler", "tripod", "ledger", "kettle", "speaker")
+THINGS = ("camera", "printer", "guitar", "lager", "atlas", "compiler", "tripod", "ledger", "kettle", "speaker")
 TRAITS = ("blue", "compact", "deluxe", "second edition", "for windows", "wireless", "classic", "pocket", "professional", "live")
 CITIES = ("springfield", "new york", "denver", "san diego", "oakland", "boston")
 NUMBERS = (
@@ -90,7 +90,7 @@ class MadeUpDataSet:
 
     def _thing(self, random: Random) -> dict[str, str]:
         maker, city = random.choice(MAKERS), random.choice(CITIES)
-        title = f"{maker} {random.choice(KINDS)} {' '.join(random.sample(TRAITS, 3))} {random.randrange(1000)}"
+        title = f"{maker} {random.choice(THINGS)} {' '.join(random.sample(TRAITS, 3))} {random.randrange(1000)}"
         known = {"manufacturer": maker, "brand": maker, "venue": maker, "city": city, "City": city}
         addressed = {"addr": f"{random.randrange(1, 999)} main st., {city}", "title": title, "name": title}
         told = {**known, **addressed}
@@ -100,7 +100,7 @@ class MadeUpDataSet:
 def _value(column: str, random: Random) -> str:
     if column in NUMBERS:
         return str(random.randrange(10, 3000))
-    return f"{random.choice(MAKERS)} {random.choice(KINDS)} {random.choice(TRAITS)}"
+    return f"{random.choice(MAKERS)} {random.choice(THINGS)} {random.choice(TRAITS)}"
 
 
 def _with_gaps(thing: Mapping[str, str], random: Random) -> dict[str, str]:

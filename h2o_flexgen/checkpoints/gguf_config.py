@@ -11,6 +11,7 @@ from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor
 from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.checkpoints.stored_architecture import (
     ATTENTION_CAP,
+    BY_SOFTMAX,
     CLIP,
     DENSE_BLOCKS,
     GATING,
@@ -24,7 +25,6 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     NORMED,
     RMS_EPS,
     ROTATED,
-    SOFTMAX,
     TEMPERATURE,
     WEIGHTS_SCALE,
     WINDOW,
@@ -53,7 +53,7 @@ MIX = f"{SCALING}.yarn_ext_factor"
 WITHOUT_EFFECT: Heeded = {
     DENSE_BLOCKS: (0,),
     "expert_group_count": (0, 1),
-    GATING: (0, SOFTMAX),
+    GATING: (0, BY_SOFTMAX),
     WEIGHTS_SCALE: (0, 1),
     "attention.scale": (0,),
     CLIP: (0,),

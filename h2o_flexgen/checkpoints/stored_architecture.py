@@ -110,7 +110,7 @@ PATTERN = f"{WINDOW}_pattern"  # which blocks have a window: yes or no for each,
 KV_HEADS, RMS_EPS = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
 NEAR_WIDTH, NEAR_VALUES = "attention.key_length_swa", "attention.value_length_swa"
 NEAR_THETA, ATTENTION_CAP, LOGIT_CAP = "rope.freq_base_swa", "attn_logit_softcapping", "final_logit_softcapping"
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # of what a router says
+BY_SOFTMAX, BY_SIGMOID, BY_SOFTMAX_OF_CHOSEN = 1, 2, 3  # shares of what a router says, as GGUF files number that
 ROTATED = "rope.dimension_count"
 Heeded = Mapping[str, tuple[float, ...] | None]  # keys of metadata -> the values that its layers do; None: any value
 
@@ -175,7 +175,7 @@ class GgufModel:
         if not alike:
             other, advice = ("with", "give another model") if first.experts else ("without", AGAIN)
             raise first.refusal(EXPERT_COUNT, f"and {name} {other} experts is not read; {advice}")
-        router = first.whole(GATING, SOFTMAX)
+        router = first.whole(GATING, BY_SOFTMAX)
         alike = [one for one in alike if router in (one.architecture.routers or (router,))] or alike
         return next((one for one in alike if one.architecture.has_window == (one.whole(WINDOW, 0) > 0)), alike[0])
 

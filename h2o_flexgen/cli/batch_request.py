@@ -15,6 +15,7 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     GPUS,
     PACK,
+    WHERE_FOUND,
     asked_of,
     model_of,
     named_machine,
@@ -57,7 +58,6 @@ from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.batch"
 INPUT, OUTPUT = "--input-file", "--output-file"
-WHERE_FOUND = f"where --percent is {AUTO}"
 RESUME, ANYWAY, RETRY = "--resume", "--resume-anyway", "--retry-errors"
 RAY, WORKERS, HAND_OUT, LOCAL = "--ray", "--workers", "--hand-out", "local"
 MOST_WORKERS = 1000

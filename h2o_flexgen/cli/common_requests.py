@@ -41,6 +41,7 @@ from h2o_flexgen.session.open_request import (
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
 BITS = 4  # bits of the codec that --allow-4bit allows
 GPUS, PIPELINE = "--gpus", "--pipeline"
+WHERE_FOUND = f"where --percent is {AUTO}"  # of flags of a search
 PACK = "--compress-weight (4 bits) or --compress-weight 8"
 
 

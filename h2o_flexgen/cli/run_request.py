@@ -13,6 +13,7 @@ from h2o_flexgen.checkpoints.model_places import DEMO
 from h2o_flexgen.cli.common_requests import (
     DEMO_SAMPLING,
     GPUS,
+    WHERE_FOUND,
     adapter_of_all,
     asked_of,
     model_of,
@@ -40,7 +41,6 @@ from h2o_flexgen.text.given_texts import DEFAULT_TOKENS, given_prompts
 PROGRAM = "python -m h2o_flexgen.run"
 FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
-WHERE_FOUND = f"where --percent is {AUTO}"
 
 SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # over every tier
 # without --model: the package's own, heavy hitters kept; or a small OPT where weights are to be random

@@ -9,7 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.model_places import DEMO
-from h2o_flexgen.cli.common_requests import asked_of, model_of, named_machine, plan_of, refuse_search_options, site_of
+from h2o_flexgen.cli.common_requests import (
+    WHERE_FOUND,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    site_of,
+)
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.flags import FIRST_OF_PLANS, MODEL, NOISE, PLAN, Group, Parser, add_placement, add_prefix_folder, add_sizes
 from h2o_flexgen.core.allowed_values import AUTO, Allowed, Bounds, decimal_number
@@ -27,7 +35,6 @@ from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from h2o_flexgen.text.dialogue import STYLES
 
 PROGRAM = "python -m h2o_flexgen.serve"
-WHERE_FOUND = f"where --percent is {AUTO}"
 KEYS = "--api-key-file"
 DATA_DIR = "--data-dir"
 STACK = ("starlette", "uvicorn", "python_multipart")  # what the extra brings

@@ -24,7 +24,8 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefix_store import Prefix
 from h2o_flexgen.engine.stores.states_of_visits import TokensLaid
 from h2o_flexgen.kernels.matrix import AdaptedRows
-from h2o_flexgen.kv.step import KVStep, Upload
+from h2o_flexgen.kernels.pick_tokens import Upload
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import attended_together

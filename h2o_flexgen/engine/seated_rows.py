@@ -26,7 +26,7 @@ from h2o_flexgen.engine.masks import MaskMaker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, RowsPart, SharedOf, adapters_of, padded
 from h2o_flexgen.engine.stores.prefix_store import PrefixStore
-from h2o_flexgen.kv.step import Upload
+from h2o_flexgen.kernels.pick_tokens import Upload
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import Plan

@@ -259,7 +259,7 @@ def _finite(logprob: float) -> float:
 
 
 FINE, BAD_REQUEST, BROKEN = 200, 400, 500
-KINDS = {BAD_REQUEST: "invalid_request", BROKEN: "server_error"}
+ERROR_TYPES = {BAD_REQUEST: "invalid_request", BROKEN: "server_error"}
 OF_RECORD = "batch_req_"
 BEGINNING = f'{{"id": "{OF_RECORD}'.encode()  # of every record's line
 Record = Said
@@ -272,9 +272,9 @@ def as_line(record: Record) -> bytes:
 
 def refusal(custom_id: str, reason: str, status: int = BAD_REQUEST, code: str | None = None) -> Record:
     """The record of a request that cannot be run, or that has failed."""
-    kind = f"{KINDS[status].removesuffix('_error')}_error"
+    kind = f"{ERROR_TYPES[status].removesuffix('_error')}_error"
     response = _response(custom_id, status, error_body(reason, kind, code))
-    return _record(custom_id, response, {"code": code or KINDS[status], "message": reason})
+    return _record(custom_id, response, {"code": code or ERROR_TYPES[status], "message": reason})
 
 
 def is_refusal(record: Record) -> bool:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.operations import put_rows, take_rows
+from h2o_flexgen.kernels.pick_tokens import Upload
 from h2o_flexgen.kv.cache import AttentionInput, KVCache
 from h2o_flexgen.kv.slots import Guesses
-from h2o_flexgen.kv.step import KVStep, Upload
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation, by_kv_head, picked
 from h2o_flexgen.policies.levels import Level
 

@@ -5,7 +5,7 @@ All numbers of the rows go to the device in one table, so that no layer copies a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,10 +18,9 @@ from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.workload import ECHO_TOKENS, evenly
 from h2o_flexgen.kernels.append import RotationAngles
 from h2o_flexgen.kernels.evict import Leaving, Newest
+from h2o_flexgen.kernels.pick_tokens import Upload
 from h2o_flexgen.models.new_tokens import Rotation
 from h2o_flexgen.policies.occupancy import StepSlots
-
-Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
 
 
 class _Rows(NamedTuple):

@@ -31,7 +31,7 @@ from torch import Tensor
 from h2o_flexgen.core.buffer_layout import (
     ALIGNMENT,
     CHUNK_BYTES,
-    GATHERERS,
+    GATHER_PARTS,
     HUGE_PAGE_BYTES,
     READERS,
     aligned,
@@ -194,7 +194,7 @@ class DiskFiles:
         if self._queue is None and passes_page_cache(file):
             self._queue = ReadQueue.opened()
         if self._queue is None and self._gatherers is None:
-            self._gatherers = started_pool(GATHERERS, "gather")
+            self._gatherers = started_pool(GATHER_PARTS, "gather")
 
     def gather(self, wanted: TokenReads) -> None:
         """Reads single tokens from a file to their places."""
@@ -205,8 +205,8 @@ class DiskFiles:
             return
         assert self._gatherers is not None
         room = gather_buffer_bytes(wanted.group_bytes)
-        at_once = min(room // wanted.group_bytes, -(-len(wanted.groups) // GATHERERS))  # of few, each thread has its part
-        workers = min(GATHERERS, -(-len(wanted.groups) // at_once))
+        at_once = min(room // wanted.group_bytes, -(-len(wanted.groups) // GATHER_PARTS))  # of few, each thread has its part
+        workers = min(GATHER_PARTS, -(-len(wanted.groups) // at_once))
         work = SharedWork(lambda _: read_tokens(wanted, self._gather_buffer(room), at_once), range(workers))
         for _ in range(workers):
             self._gatherers.submit(work.do)
@@ -214,7 +214,7 @@ class DiskFiles:
 
     def _gather_queued(self, wanted: TokenReads) -> None:
         """Reads them through the queue, in turn with others, so that there is one buffer."""
-        nbytes = GATHERERS * gather_buffer_bytes(wanted.group_bytes)
+        nbytes = GATHER_PARTS * gather_buffer_bytes(wanted.group_bytes)
         at_once = max(1, nbytes // (shared().queued_reads * wanted.group_bytes))
         with self._turn:
             if self._to_queue is None or len(self._to_queue) < nbytes:
@@ -225,7 +225,7 @@ class DiskFiles:
 
     def _leave_queue(self, queue: ReadQueue) -> None:
         """Makes threads read single tokens from now on. Reads may be under way where one failed: the queue waits for them."""
-        self._gatherers = self._gatherers or started_pool(GATHERERS, "gather")
+        self._gatherers = self._gatherers or started_pool(GATHER_PARTS, "gather")
         self._queue = None
         queue.close()
 

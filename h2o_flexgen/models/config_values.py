@@ -199,7 +199,7 @@ def _check_experts(values: Mapping[str, Any], own: Bounds) -> None:
 
 # -- the windows of layers: which have one, and how wide it is ----------------------------------------------------------
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # what configs call layers
 Windows: TypeAlias = tuple[int | None, ...] | None  # of each layer, the tokens that a token sees; None: all that are before it
 
 

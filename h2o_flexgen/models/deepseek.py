@@ -9,6 +9,8 @@ from typing import ClassVar
 from h2o_flexgen.checkpoints.model_files import AGAIN
 from h2o_flexgen.checkpoints.stored_architecture import (
     BEHIND_ATTENTION,
+    BY_SIGMOID,
+    BY_SOFTMAX,
     DENSE_BLOCKS,
     EXPERTS,
     FIRST_NORM,
@@ -17,8 +19,6 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     MLP,
     ROTATED,
     ROUTER,
-    SIGMOID,
-    SOFTMAX,
     WEIGHTS_SCALE,
     GgufArchitecture,
     GgufModel,
@@ -45,14 +45,14 @@ def stretch(said: GgufModel) -> dict[str, float]:
 
 GROUP_COUNT, GROUPS_CHOSEN = "expert_group_count", "expert_group_used_count"
 # A router, its experts -> their groups, and those that are chosen: as published, for older files do not say it.
-OF_OLDER_FILES = {(SOFTMAX, 160): (8, 3), (SIGMOID, 256): (8, 4)}
+OF_OLDER_FILES = {(BY_SOFTMAX, 160): (8, 3), (BY_SIGMOID, 256): (8, 4)}
 
 
 def groups_of(said: GgufModel) -> tuple[int, int]:
     """The groups of experts, and those that are chosen."""
     if said.has(GROUP_COUNT):
         return said.whole(GROUP_COUNT), said.whole(GROUPS_CHOSEN, 1)
-    return OF_OLDER_FILES.get((said.whole(GATING, 0) or SOFTMAX, said.experts), (1, 1))
+    return OF_OLDER_FILES.get((said.whole(GATING, 0) or BY_SOFTMAX, said.experts), (1, 1))
 
 
 WIDTHS, RANK = "attention.key_length_mla", "attention.kv_lora_rank"
@@ -115,9 +115,9 @@ class DeepSeekV2(DeepSeek):
     gguf = replace(
         IN_GGUF,
         keys={**KEYS, "topk_method": lambda said: OF_GROUPS if groups_of(said)[0] > 1 else GREEDY},
-        heeds={**IN_GGUF.heeds, GATING: (0, SOFTMAX)},
+        heeds={**IN_GGUF.heeds, GATING: (0, BY_SOFTMAX)},
         sums_to_one=False,
-        routers=(0, SOFTMAX),
+        routers=(0, BY_SOFTMAX),
     )
 
     @staticmethod
@@ -138,8 +138,8 @@ class DeepSeekV3(DeepSeek, CorrectedMixture):
     gguf: ClassVar[GgufArchitecture | None] = replace(
         IN_GGUF,
         tensors={**IN_GGUF.tensors, **CORRECTION_IN_FILES},
-        heeds={**IN_GGUF.heeds, GATING: (SIGMOID,)},
-        routers=(SIGMOID,),
+        heeds={**IN_GGUF.heeds, GATING: (BY_SIGMOID,)},
+        routers=(BY_SIGMOID,),
     )
 
     @staticmethod

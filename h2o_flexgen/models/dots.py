@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from h2o_flexgen.checkpoints.stored_architecture import (
+    BY_SIGMOID,
     DENSE_BLOCKS,
     GATING,
     HEAD_NORMS,
     MLP,
     OF_MIXTURES,
-    SIGMOID,
     WEIGHTS_SCALE,
     GgufArchitecture,
     shared_expert,
@@ -33,7 +33,7 @@ class Dots1(CorrectedMixture):
         "dots1",
         {**OF_MIXTURES, **weights(HEAD_NORMS, MLP, shared_expert(SHARED)), **CORRECTION_IN_FILES},
         keys={key: KEYS[key] for key in (*OF_ITS_MIXTURE, *OF_ITS_ROUTER)},
-        heeds={GATING: (SIGMOID,), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, GROUP_COUNT: None},
+        heeds={GATING: (BY_SIGMOID,), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, GROUP_COUNT: None},
         has_experts=True,
     )
 

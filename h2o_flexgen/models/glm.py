@@ -11,6 +11,7 @@ from torch import Tensor
 from h2o_flexgen.checkpoints.stored_architecture import (
     ATTENTION,
     BEHIND_ATTENTION,
+    BY_SIGMOID,
     DENSE_BLOCKS,
     EXPERTS,
     FIRST_NORM,
@@ -20,7 +21,6 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     NORMS_BY_PLACE,
     QKV,
     ROUTER,
-    SIGMOID,
     WEIGHTS_SCALE,
     GgufArchitecture,
     biases,
@@ -75,7 +75,7 @@ class GlmMoe(CorrectedMixture):
             "use_qk_norm": lambda said: "blk.0.attn_q_norm.weight" in said.tensors,
             "num_nextn_predict_layers": lambda said: 0,
         },
-        heeds={GATING: (0, SIGMOID), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, "rope.dimension_sections": ()},
+        heeds={GATING: (0, BY_SIGMOID), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, "rope.dimension_sections": ()},
         has_experts=True,
         rotates_parts=True,
     )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
     ATTENTION,
+    BY_SOFTMAX_OF_CHOSEN,
     EXPERTS,
     GATING,
     NORMS_BY_PLACE,
-    SOFTMAX_OF_CHOSEN,
     WINDOW,
     GgufArchitecture,
     biases,
@@ -51,7 +51,7 @@ class GptOss(MixtureOfExperts):
             "sliding_window": lambda said: said.whole(WINDOW),
             "layer_types": lambda said: [FULL if block % 2 else SLIDING for block in range(said.blocks)],
         },
-        heeds={GATING: (0, SOFTMAX_OF_CHOSEN), f"{WINDOW}_pattern": (2,)},
+        heeds={GATING: (0, BY_SOFTMAX_OF_CHOSEN), f"{WINDOW}_pattern": (2,)},
         has_experts=True,
         sums_to_one=True,
         rounds_waves=False,

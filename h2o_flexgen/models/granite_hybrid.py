@@ -23,12 +23,12 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 from h2o_flexgen.core.model_spec import MOST_WIDTH, LayerSpec
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.config_values import MOST_EXPERTS, Bounds, Config, Whole, refuse_short
+from h2o_flexgen.models.config_values import FULL, MOST_EXPERTS, Bounds, Config, Whole, refuse_short
 from h2o_flexgen.models.granite import IN_GGUF, GraniteMoe
 from h2o_flexgen.models.granite import KEYS as OF_GRANITE
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import UNROTATED, USUAL, AttentionFunctions, MlpNames
-from h2o_flexgen.models.mamba import FULL, IN_FILES, KERNEL, KEYS, SCAN, SIZES, VECTORS, Mamba
+from h2o_flexgen.models.mamba import IN_FILES, KERNEL, KEYS, SCAN, SIZES, VECTORS, Mamba
 from h2o_flexgen.models.mixture import SHARED, Mixture
 from h2o_flexgen.models.phi3 import FUSED_STATES
 from h2o_flexgen.models.whole_configs import Usual

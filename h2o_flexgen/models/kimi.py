@@ -11,11 +11,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
+    BY_SIGMOID,
     DENSE_BLOCKS,
     GATING,
     KV_HEADS,
     QKV,
-    SIGMOID,
     WEIGHTS_SCALE,
     GgufModel,
     weights,
@@ -27,7 +27,9 @@ from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.config_values import (
     CONVOLVED_TOKENS,
+    FULL,
     HEADS,
+    LINEAR,
     Bounds,
     Config,
     Whole,
@@ -42,7 +44,7 @@ from h2o_flexgen.models.layout import Origin
 from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, Traits
 from h2o_flexgen.models.mistral import PATTERNS_OF_MIXTRAL
 from h2o_flexgen.models.mixture import ExpertGroups, Mixture
-from h2o_flexgen.models.qwen_next import FULL, LINEAR, MATRIX, DeltaHeads
+from h2o_flexgen.models.qwen_next import MATRIX, DeltaHeads
 from h2o_flexgen.models.rotary import DEFAULT, Rope
 
 PARTS = "q", "k", "v"
@@ -110,7 +112,7 @@ class KimiLinear(LatentAttention, CorrectedMixture):
             "linear_conv_kernel_dim": lambda said: said.whole("ssm.conv_kernel"),
             "rates_are_whole": lambda said: True,
         },
-        heeds={GATING: (SIGMOID,), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, GROUP_COUNT: None},
+        heeds={GATING: (BY_SIGMOID,), DENSE_BLOCKS: None, WEIGHTS_SCALE: None, GROUP_COUNT: None},
         sums_to_one=True,
         is_interleaved=False,
         more_of_rope=None,

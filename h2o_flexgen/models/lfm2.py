@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
+    BY_SIGMOID,
     DENSE_BLOCKS,
     EXPERTS,
     GATING,
@@ -18,7 +19,6 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     OF_LLAMA,
     RMS_EPS,
     ROUTER,
-    SIGMOID,
     WEIGHTS_SCALE,
     GgufArchitecture,
     Said,
@@ -29,13 +29,13 @@ from h2o_flexgen.kernels.operations import gated_identity
 from h2o_flexgen.kernels.routing import SIGMOID_OF_EACH, RouterRule, RouterScores
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, Bounds, Config, Flag, Number, Whole, refuse_short
+from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, FULL, Bounds, Config, Flag, Number, Whole, refuse_short
 from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
 from h2o_flexgen.models.mixture import Mixture, MixtureOfExperts
 
-CONVOLUTION, FULL = "conv", "full_attention"  # what configs call such a block, and one with attention
+CONVOLUTION = "conv"  # what configs call such a block
 INPUTS = "inputs"  # the state of a row
 KERNEL = "conv.conv.weight"
 IN_FILES = weights(
@@ -151,7 +151,7 @@ class Lfm2Moe(Convolutions, CorrectedMixture):
             "routed_scaling_factor": lambda said: said.number(WEIGHTS_SCALE, 0.0) or 1.0,
             "use_expert_bias": lambda said: any(name.endswith("exp_probs_b.bias") for name in said.tensors),
         },
-        heeds={GATING: (SIGMOID,), DENSE_BLOCKS: None, WEIGHTS_SCALE: None},
+        heeds={GATING: (BY_SIGMOID,), DENSE_BLOCKS: None, WEIGHTS_SCALE: None},
         has_experts=True,
         sums_to_one=True,
     )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoints.stored_architecture import (
+    BY_SIGMOID,
     GATING,
     OF_LLAMA,
     OF_MIXTURES,
-    SIGMOID,
     WINDOW,
     GgufArchitecture,
     GgufModel,
@@ -82,7 +82,7 @@ class Llama4(MixtureOfExperts):
             "floor_scale": lambda said: CHUNK,
             "attn_scale": lambda said: LONGER,
         },
-        heeds={GATING: (0, SIGMOID)},
+        heeds={GATING: (0, BY_SIGMOID)},
         has_experts=True,
         sums_to_one=False,
         is_interleaved=True,

@@ -15,11 +15,11 @@ from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, Of
 from h2o_flexgen.kernels.operations import gated_norm, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Flag, Whole
+from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, FULL, HEADS, LINEAR, Bounds, Config, Flag, Whole
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import Decoder, Traits
 
-SCAN, FULL = "linear_attention", "full_attention"  # what configs call the kinds of blocks
+SCAN = LINEAR  # what configs call a block with a scan
 ATTENTION = (FULL, "attention")
 INPUTS, MATRIX = "inputs", "matrix"  # the states of a row
 NO_LIMITS = (0.0, inf)

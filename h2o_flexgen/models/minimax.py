@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from h2o_flexgen.checkpoints.stored_architecture import GATING, HEAD_NORMS, OF_MIXTURES, SIGMOID, GgufArchitecture, weights
+from h2o_flexgen.checkpoints.stored_architecture import BY_SIGMOID, GATING, HEAD_NORMS, OF_MIXTURES, GgufArchitecture, weights
 from h2o_flexgen.models.config_values import Config
 from h2o_flexgen.models.glm import CORRECTION, CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.llama import Traits
@@ -23,7 +23,7 @@ class MiniMaxM2(CorrectedMixture):
         "minimax-m2",
         {**OF_MIXTURES, **weights(HEAD_NORMS), **CORRECTION_IN_FILES},
         keys={"num_local_experts": lambda said: said.experts, "intermediate_size": lambda said: said.expert_width},
-        heeds={GATING: (0, SIGMOID)},
+        heeds={GATING: (0, BY_SIGMOID)},
         has_experts=True,
         sums_to_one=True,
         rotates_parts=True,

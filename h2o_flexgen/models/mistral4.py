@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoints.stored_architecture import GATING, LOG_MULTIPLIER, SOFTMAX, TEMPERATURE, GgufModel
+from h2o_flexgen.checkpoints.stored_architecture import BY_SOFTMAX, GATING, LOG_MULTIPLIER, TEMPERATURE, GgufModel
 from h2o_flexgen.kernels.routing import RouterScores
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.config_values import Bounds, Config, Flag
@@ -29,7 +29,7 @@ class Mistral4(DeepSeek):
         IN_GGUF,
         name="mistral4",
         more_of_rope=_more_of_rope,
-        heeds={**IN_GGUF.heeds, GATING: (0, SOFTMAX), **dict.fromkeys((TEMPERATURE, LOG_MULTIPLIER))},
+        heeds={**IN_GGUF.heeds, GATING: (0, BY_SOFTMAX), **dict.fromkeys((TEMPERATURE, LOG_MULTIPLIER))},
     )
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:

@@ -24,11 +24,22 @@ from h2o_flexgen.checkpoints.stored_architecture import (
 )
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec
-from h2o_flexgen.models.config_values import BLOCKS, CONVOLVED_TOKENS, HEADS, MOST_EXPERTS, Bounds, Config, Flag, Number, Whole
+from h2o_flexgen.models.config_values import (
+    BLOCKS,
+    CONVOLVED_TOKENS,
+    FULL,
+    HEADS,
+    MOST_EXPERTS,
+    Bounds,
+    Config,
+    Flag,
+    Number,
+    Whole,
+)
 from h2o_flexgen.models.glm import CORRECTION_IN_FILES, CorrectedMixture
 from h2o_flexgen.models.layout import Origin
 from h2o_flexgen.models.llama import UNROTATED, AttentionFunctions, NormPlaces, Traits
-from h2o_flexgen.models.mamba import FULL, IN_FILES, KERNEL, KEYS, SCAN, VECTORS, Mamba, ScanBiases, ScanHeads
+from h2o_flexgen.models.mamba import IN_FILES, KERNEL, KEYS, SCAN, VECTORS, Mamba, ScanBiases, ScanHeads
 from h2o_flexgen.models.mixture import INTO_LATENT, OUT_OF_LATENT, SHARED, ExpertGroups, Mixture
 
 MLP, MOE = "mlp", "moe"  # what configs call blocks without a scan and without attention

@@ -27,7 +27,7 @@ from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH, LayerSpec, Of
 from h2o_flexgen.kernels.operations import gated_norm, gated_sigmoid, step_sizes
 from h2o_flexgen.models import layout, tensor_ops
 from h2o_flexgen.models.base import Given, Weights
-from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, HEADS, Bounds, Config, Whole, refuse_short
+from h2o_flexgen.models.config_values import CONVOLVED_TOKENS, FULL, HEADS, LINEAR, Bounds, Config, Whole, refuse_short
 from h2o_flexgen.models.layout import Origin, Parameters
 from h2o_flexgen.models.llama import RMS_FROM_ONE, RMS_WIDE, Decoder, Traits, head_width
 from h2o_flexgen.models.mixture import Mixture
@@ -35,7 +35,6 @@ from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.models.qwen import SHARED, SHARED_GATE, Qwen2Moe
 from h2o_flexgen.models.whole_configs import Usual
 
-LINEAR, FULL = "linear_attention", "full_attention"  # what configs call blocks with the delta rule, and with attention
 CONVOLVED, MATRIX = "inputs", "matrix"  # the states of a row
 NAME = "linear_attn"
 SIZES: Bounds = {

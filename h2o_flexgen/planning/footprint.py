@@ -16,7 +16,7 @@ from typing import Any
 
 from h2o_flexgen.core.buffer_layout import (
     CHUNK_BYTES,
-    GATHERERS,
+    GATHER_PARTS,
     READERS,
     Arena,
     KVLayout,
@@ -327,7 +327,7 @@ def _disk_buffers(planned: BlockPlan, site: Site) -> int:
     layouts = [layout for levels in on_disk for layout in levels if layout is not None]
     slots = (layout.page_group_bytes if layout.in_pages else layout.padded_slot_bytes for layout in layouts)
     gathered = max((gather_buffer_bytes(layout.page_group_bytes) for layout in layouts if layout.in_pages), default=0)
-    return threads * disk_buffer_bytes(max(slots, default=0)) + GATHERERS * gathered
+    return threads * disk_buffer_bytes(max(slots, default=0)) + GATHER_PARTS * gathered
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------------

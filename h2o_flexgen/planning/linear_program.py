@@ -33,7 +33,7 @@ from h2o_flexgen.planning.seating import Seating
 if TYPE_CHECKING:  # functions import it: a plan that is given is run where pulp is not installed
     import pulp
 
-KINDS = (WEIGHTS, "kv", "hidden")
+PLACED_FIELDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
 LACKING = 1e6  # seconds per whole limit that is missing: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def corners(self) -> list[Corner]:
-        return [(kind, tier) for kind in KINDS for tier in self.tiers]
+        return [(kind, tier) for kind in PLACED_FIELDS for tier in self.tiers]
 
     def tiers_of(self, kind: str) -> tuple[str, ...]:
         """The tiers on which data of a kind may lie under this plan."""
@@ -225,7 +225,7 @@ def _extended(one: Sequence[Bounds], others: Sequence[tuple[Sequence[Bounds], in
 def solve_thoroughly(cases: Sequence[Case]) -> list[BestShares]:
     """Solves each case with every choice of kinds of data that stay on the fastest tier, because no linear function says
     whether buffers are there. It takes up to eight times as long."""
-    choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
+    choices = [stay for count in range(len(PLACED_FIELDS) + 1) for stay in combinations(PLACED_FIELDS, count)]
     rooms = [(case, stays, number) for number, case in enumerate(cases) for stays in choices if case.has_room_for(stays)]
     staying = [(_staying(case, stays), number) for case, stays, number in rooms]
     numbers = {id(case): number for case, number in staying}
@@ -281,13 +281,13 @@ def solve(cases: Sequence[Case]) -> list[BestShares]:
 
 def order(answer: BestShares) -> tuple[float, float]:
     """The fastest answer is the best, and of equal ones the one that offloads least: simulated, fewer transfers wait less."""
-    shares = (getattr(answer.plan, kind) for kind in KINDS)
+    shares = (getattr(answer.plan, kind) for kind in PLACED_FIELDS)
     return answer.seconds, sum(place * one.of(tier) for one in shares for place, tier in enumerate(answer.case.tiers))
 
 
 def _first_anchor(case: Case) -> dict[str, float]:
     """The first anchor: a plan with some of everything on every tier."""
-    even = {kind: dict.fromkeys(own := case.tiers_of(kind), 1 / len(own)) for kind in KINDS if kind not in case.stays}
+    even = {kind: dict.fromkeys(own := case.tiers_of(kind), 1 / len(own)) for kind in PLACED_FIELDS if kind not in case.stays}
     plan = case.with_shares(**{kind: Shares(own.get(DEVICE, 0.0), own.get(HOST, 0.0)) for kind, own in even.items()})
     return case.anchored(plan, case.footprint(plan))
 
@@ -339,11 +339,11 @@ def _case(
 ) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
     import pulp
 
-    allowed = {kind: case.tiers[:1] if kind in case.stays else case.tiers_of(kind) for kind in KINDS}
+    allowed = {kind: case.tiers[:1] if kind in case.stays else case.tiers_of(kind) for kind in PLACED_FIELDS}
     shares = {
         (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, int(tier in allowed[kind])) for kind, tier in case.corners
     }
-    constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in KINDS]
+    constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in PLACED_FIELDS]
     seconds = [pulp.LpVariable(f"step{number}_{name}", 0) for number in range(len(case.steps))]
     for number, step in enumerate(seconds):
         constraints += [_at_least(step, bound) for bound in _step_bounds(case, shares, number)]
@@ -356,7 +356,7 @@ def _case(
             constraints.append(held + anchor[tier] / unit <= limit / unit + lacking[tier])
     total = pulp.lpSum(weight * step for weight, step in zip(case.weights_of_steps, seconds))
     scale = TIE * sum(weight * max(bounds.values()) for weight, bounds in zip(case.weights_of_steps, case.base))
-    lower = pulp.lpSum(place * shares[kind, tier] for kind in KINDS for place, tier in enumerate(case.tiers))
+    lower = pulp.lpSum(place * shares[kind, tier] for kind in PLACED_FIELDS for place, tier in enumerate(case.tiers))
     return shares, total + scale * lower + LACKING * pulp.lpSum(lacking.values()), constraints
 
 
@@ -398,4 +398,4 @@ def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
         on_host = 100 - on_device if disk < 1e-6 else min(int(host + 1e-6), 100 - on_device)
         return Shares(on_device / 100, on_host / 100)
 
-    return case.with_shares(**{kind: shares(kind) for kind in KINDS})
+    return case.with_shares(**{kind: shares(kind) for kind in PLACED_FIELDS})

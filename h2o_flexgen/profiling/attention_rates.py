@@ -21,7 +21,7 @@ from h2o_flexgen.kv.slots import Coding, SlotScores, image_over
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.pack import TORCH_DTYPES
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.machine import CHOOSING, CHOSEN, PLAIN_SCORES, WHOLE, WITH_SCORES
 from h2o_flexgen.planning.plan import Plan
@@ -52,7 +52,7 @@ class HeadSizes:
 def decode_reading(benches: Mapping[str, Bench], dtype: str, sizes: ProfileSizes) -> list[Subject]:
     """One query per key, to read as many bytes as possible for what is computed, on each tier where KV is attended to."""
     heads = HeadSizes(sizes.heads, sizes.heads, sizes.head_dim)
-    coding = Coding(PLAIN, DTYPES[dtype], heads.dim)
+    coding = Coding(PLAIN, TORCH_DTYPES[dtype], heads.dim)
 
     def measure(tier: str, rows: int) -> Figures:
         step = Step.of(benches[tier], heads, coding, rows, sizes.slots)
@@ -98,13 +98,13 @@ def _grouped(bench: Bench, format: str, dtype: str, queries_per_key: int, rows: 
     """A decode step and its flops."""
     keys = max(1, sizes.heads // sizes.queries_per_key)
     heads = HeadSizes(keys * queries_per_key, keys, sizes.head_dim)
-    step = Step.of(bench, heads, Coding(format, DTYPES[dtype], heads.dim), rows, sizes.slots)
+    step = Step.of(bench, heads, Coding(format, TORCH_DTYPES[dtype], heads.dim), rows, sizes.slots)
     return step, 4.0 * heads.queries * heads.dim * sizes.slots * rows
 
 
 def decode_of_short_texts(bench: Bench, dtype: str, sizes: ProfileSizes) -> Subject:
     """Compares many rows of few slots with few rows of many: as many bytes, but fewer heads."""
-    heads, coding = HeadSizes(sizes.heads, sizes.heads, sizes.head_dim), Coding(PLAIN, DTYPES[dtype], sizes.head_dim)
+    heads, coding = HeadSizes(sizes.heads, sizes.heads, sizes.head_dim), Coding(PLAIN, TORCH_DTYPES[dtype], sizes.head_dim)
 
     def measure(rows: int) -> Figures:
         many = Step.of(bench, heads, coding, SHORTER * rows, max(2, sizes.slots // SHORTER))
@@ -158,7 +158,7 @@ def query_heads() -> tuple[int, int, int]:
 def latents(bench: Bench, dtype: str, sizes: ProfileSizes) -> list[Subject]:
     """Many query heads attend one vector of each token: all of these, or those that are chosen by an index. An accelerator
     chooses none."""
-    coding = Coding(PLAIN, DTYPES[dtype], LATENT, LATENT_VALUES)
+    coding = Coding(PLAIN, TORCH_DTYPES[dtype], LATENT, LATENT_VALUES)
     width = LATENT * coding.dtype.itemsize + replace(coding, format=INDEX).width
     room = (bench.pool.nbytes - VIEW_ALIGNMENT) // width
     slots = min(LONGER * sizes.slots, room)
@@ -193,7 +193,7 @@ def _prompts(bench: Bench, kind: str, plan: Plan, dtype: str, sizes: ProfileSize
     """Few heads first, then as many as a model has."""
     rows, length = max(1, sizes.prompt_tokens // sizes.prompt_len), sizes.prompt_len
     coding, occupancy = (
-        Coding(PLAIN, DTYPES[dtype], sizes.head_dim),
+        Coding(PLAIN, TORCH_DTYPES[dtype], sizes.head_dim),
         plan.policy.occupancy(Batch(tuple(range(rows)), (length,) * rows), 1 + STEP),
     )
 

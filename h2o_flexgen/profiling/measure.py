@@ -30,7 +30,7 @@ from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, FilePiece, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.pack import TORCH_DTYPES
 from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Curve, Machine
 from h2o_flexgen.profiling.bench import sound_bytes
@@ -248,7 +248,7 @@ class Products:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return DTYPES[self.needs.dtype]
+        return TORCH_DTYPES[self.needs.dtype]
 
     @property
     def _quarter(self) -> int:

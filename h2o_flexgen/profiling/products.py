@@ -21,7 +21,7 @@ from h2o_flexgen.formats.table import FORMATS, PLAIN, STORED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
-from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.pack import TORCH_DTYPES
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed
 from h2o_flexgen.models.config_values import Config
@@ -120,7 +120,7 @@ class Curve:
 
     def _measured(self, bench: Bench, side: int, figure: str, rows: int) -> Figures:
         """Each call takes another matrix, which no cache holds."""
-        x = torch.full((rows, side), 0.5, dtype=DTYPES[self.dtype], device=bench.device.torch_device)
+        x = torch.full((rows, side), 0.5, dtype=TORCH_DTYPES[self.dtype], device=bench.device.torch_device)
         matrices = bench.pool.in_turn(FORMATS[self.format].nbytes((side, side), x.itemsize))
         seconds = bench.clock.of(lambda: multiplied(self.op, self.format, x, next(matrices), side))
         return {figure: 2.0 * rows * side * side / seconds}
@@ -163,7 +163,7 @@ def _sides(format: str, sizes: ProfileSizes) -> tuple[int, ...]:
 
 
 def _decoding(bench: Bench, dtype: str, format: str, side: int) -> Figures:
-    values = torch.empty(side, side, dtype=DTYPES[dtype], device=bench.device.torch_device)
+    values = torch.empty(side, side, dtype=TORCH_DTYPES[dtype], device=bench.device.torch_device)
     packed = bench.pool.in_turn(FORMATS[format].nbytes((side, side), values.itemsize))
     seconds = bench.clock.of(lambda: decode(format, in_units(format, next(packed), side), values))
     return {f"{DECODING} {format}": values.numel() / seconds}
@@ -200,7 +200,7 @@ def _models(dtype: str, sizes: ProfileSizes) -> tuple[Model, Model]:
 def _layers(bench: Bench, model: Model, dtype: str, rows: int) -> Iterator[tuple[float, Callable[[], object]]]:
     """Attention, without attending, and mlp: how many values each has, and a call of it."""
     device = bench.device.torch_device
-    hidden = torch.full((1, rows, model.spec.width), 0.5, dtype=DTYPES[dtype], device=device)
+    hidden = torch.full((1, rows, model.spec.width), 0.5, dtype=TORCH_DTYPES[dtype], device=device)
     given = Given(torch.arange(rows, device=device)[None], _attend_nothing)
     for layer in model.spec.layers:
         if layer.block is None:
@@ -209,7 +209,7 @@ def _layers(bench: Bench, model: Model, dtype: str, rows: int) -> Iterator[tuple
         for tensor_name, tensor in layer.tensors:
             is_matrix = tensor in layer.matrices
             shape = (rows, tensor.shape[0]) if is_matrix else tensor.shape
-            place = torch.full(shape, 0.5, dtype=DTYPES[dtype], device=device)
+            place = torch.full(shape, 0.5, dtype=TORCH_DTYPES[dtype], device=device)
             weights[tensor_name] = Done(place) if is_matrix else place
         yield rows * layer.values_around_products, partial(computed, model, layer, hidden, weights, given)
 

@@ -53,7 +53,7 @@ from h2o_flexgen.profiling.profile_cache import answer
 sys.exit(answer(**asked))
 """
 SECONDS_BETWEEN_LINES = 0.2  # inside a measurement, so that reading them does not disturb it
-KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "MemoryError": MemoryError, "OSError": OSError}
+TOLD_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "MemoryError": MemoryError, "OSError": OSError}
 STOPPED = 1
 
 
@@ -84,7 +84,7 @@ def profile_apart(
             if kind == "machine":
                 return Machine.create(words[0])
             if kind == "error":
-                raise KINDS[words[0]](words[1])
+                raise TOLD_ERRORS[words[0]](words[1])
             if on_subject is not None:
                 on_subject(*words)
         status = process.wait()
@@ -125,9 +125,9 @@ def answer(
         return 0
     except (KeyboardInterrupt, BrokenPipeError):
         pass
-    except tuple(KINDS.values()) as error:
-        _tell_the_last(out, "error", next(kind for kind, one in KINDS.items() if isinstance(error, one)), str(error))
-    except RuntimeError as error:  # torch's lack of memory is none of the KINDS
+    except tuple(TOLD_ERRORS.values()) as error:
+        _tell_the_last(out, "error", next(kind for kind, one in TOLD_ERRORS.items() if isinstance(error, one)), str(error))
+    except RuntimeError as error:  # torch's lack of memory is none of these
         if (shortage := shortage_of(error)) is None:
             raise
         _tell_the_last(out, "error", MemoryError.__name__, shortage.reason)

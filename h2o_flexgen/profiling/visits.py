@@ -34,7 +34,7 @@ from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 TASK, VISIT, PART = "task_seconds", "visit_seconds", "part_seconds"
-KINDS = (ATTENTION_VISIT, MLP_VISIT)
+TIMED_VISITS = (ATTENTION_VISIT, MLP_VISIT)
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
 KV = {"kv_read_per_s": Op.READ_KV.lane, "kv_write_per_s": Op.WRITE_KV.lane}  # field -> lane
 KV_BATCHES, KV_STEPS = 2, 4
@@ -87,12 +87,12 @@ class Trials:
         between = None if self.device.accelerator else Between(self.displacing)
         spec, trace = self._tiny(Shares(1.0, 0.0), steps, between)
         own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
-        whole = {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
+        whole = {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in TIMED_VISITS}
         warm = trace if between is None else self._tiny(Shares(1.0, 0.0), steps)[1]
-        return {**whole, **{f"{PART} {kind}": _median(spec, warm, Op.COMPUTE, (kind,)) for kind in KINDS}}
+        return {**whole, **{f"{PART} {kind}": _median(spec, warm, Op.COMPUTE, (kind,)) for kind in TIMED_VISITS}}
 
     def of_reads(self, steps: int) -> Figures:
-        return {TASK: _median(*self._tiny(Shares(0.0, 0.0), steps), Op.READ_W, KINDS)}
+        return {TASK: _median(*self._tiny(Shares(0.0, 0.0), steps), Op.READ_W, TIMED_VISITS)}
 
     def of_kv(self, tokens: int) -> Figures:
         """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy. The model

@@ -125,13 +125,13 @@ ARGUMENTS: Mapping[str, str] = {
 }
 
 OF_CONSTRUCTORS = tuple(one.own for one in FOREIGN.values() if one.own)  # arguments beside the options of plans
-DTYPES: Mapping[str, str] = {"half": "float16", "float": "float32"}  # as vLLM also calls them
+SHORT_DTYPES: Mapping[str, str] = {"half": "float16", "float": "float32"}  # as vLLM also calls them
 
 
 def dtype_called(given: object) -> str:
     """The name of a type that may be given as one of torch's, or as vLLM's name for it."""
     name = str(given).removeprefix("torch.")
-    return DTYPES.get(name, name)
+    return SHORT_DTYPES.get(name, name)
 
 
 @dataclass(frozen=True)

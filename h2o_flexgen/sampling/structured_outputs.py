@@ -16,7 +16,7 @@ from h2o_flexgen.core.files import NotADocument, local_path, parse_json, read_do
 from h2o_flexgen.core.hints import refuse_unknown, shortened, shown
 
 JSON, REGEX, CHOICE, GRAMMAR, JSON_OBJECT = "json", "regex", "choice", "grammar", "json_object"
-KINDS = (JSON, REGEX, CHOICE, GRAMMAR, JSON_OBJECT)
+FORM_NAMES = (JSON, REGEX, CHOICE, GRAMMAR, JSON_OBJECT)
 WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")  # of JSON
 _TEXT = Rule(text, "a text that is not empty")
 _TEXTS = Rule(any_of(several(text)), "a list of texts, none of them empty")
@@ -49,17 +49,17 @@ class StructuredOutputsParams:
             given = getattr(self, one.name)
             if given is not one.default:
                 object.__setattr__(self, one.name, _READERS[one.name](f"{NAME}.{one.name}", given))
-        asked = [name for name in KINDS if getattr(self, name)]
+        asked = [name for name in FORM_NAMES if getattr(self, name)]
         if len(asked) != 1:
             found = f"asks for {' and '.join(asked)}" if asked else "asks for nothing"
-            raise ValueError(f"{NAME} {found}; give one of {', '.join(KINDS)}")
+            raise ValueError(f"{NAME} {found}; give one of {', '.join(FORM_NAMES)}")
         of_json = ("disable_additional_properties", *WHITESPACE)
         if asked[0] not in (JSON, JSON_OBJECT) and (name := next((name for name in of_json if getattr(self, name)), None)):
             raise ValueError(f"{NAME}.{name} is for {JSON} and {JSON_OBJECT}, and this is a {asked[0]}; leave it out")
 
     @property
     def kind(self) -> str:
-        return next(name for name in KINDS if getattr(self, name))
+        return next(name for name in FORM_NAMES if getattr(self, name))
 
     @property
     def asked(self) -> dict[str, object]:
@@ -137,7 +137,7 @@ class AsStructuredOutputs(Allowed):
             raise ValueError(str(error).replace(f"{NAME}.{JSON}", f"the file {named}", 1)) from error
 
     def __str__(self) -> str:
-        return f'an object with one of {", ".join(KINDS)}, like {{"{CHOICE}": ["yes", "no"]}}'
+        return f'an object with one of {", ".join(FORM_NAMES)}, like {{"{CHOICE}": ["yes", "no"]}}'
 
 
 # -- as OpenAI has it --------------------------------------------------------------------------------------------------------

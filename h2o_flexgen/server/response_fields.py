@@ -40,7 +40,7 @@ from h2o_flexgen.text.tokenizer import EFFORT, SETTINGS, VERBOSITY
 from h2o_flexgen.text.tools import ALLOWED, CHOICE, FUNCTION, PARALLEL, TOOLS, Tool, read_function, read_tools, tool_use
 
 MESSAGE, CALL, ANSWER, THOUGHT = "message", "function_call", "function_call_output", "reasoning"
-KINDS = (MESSAGE, CALL, ANSWER, THOUGHT)
+ITEM_TYPES = (MESSAGE, CALL, ANSWER, THOUGHT)
 ROLES = (SYSTEM, DEVELOPER, USER, ASSISTANT)  # what tools have answered is an item of its own
 _TEXTS = ("input_text", "output_text", "reasoning_text")
 _ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {  # and what only says which item it was
@@ -83,8 +83,8 @@ class _Messages:
             raise ValueError(f"{what} is {shown(given)}; allowed is an item, which is an object")
         found = {str(name): value for name, value in given.items() if value is not None}
         kind = found.pop("type", MESSAGE if "role" in found else None)
-        if kind not in KINDS:
-            raise ValueError(f"{what} is of the type {shown(kind)}; known are {', '.join(KINDS)}")
+        if kind not in ITEM_TYPES:
+            raise ValueError(f"{what} is of the type {shown(kind)}; known are {', '.join(ITEM_TYPES)}")
         refuse_unknown(f"field of {what} (type {kind})", found, _ITEM_FIELDS[kind], _ITEMS_INSTEAD)
         {MESSAGE: self._message, CALL: self._call, ANSWER: self._answer, THOUGHT: self._thought}[kind](what, found)
 

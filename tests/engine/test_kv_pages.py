@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import ALIGNMENT, GATHERERS, KVLayout
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, GATHER_PARTS, KVLayout
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.rows import RowRange
 from h2o_flexgen.engine.stores.kv_pages import KVPages, TokensRead
@@ -356,7 +356,8 @@ def fail_to_read(disk: DiskTier) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "threads", "at_once"), [(1500, GATHERERS, 16), (68, 23, 3), (GATHERERS, GATHERERS, 1), (20, 20, 1), (1, 1, 1)]
+    ("tokens", "threads", "at_once"),
+    [(1500, GATHER_PARTS, 16), (68, 23, 3), (GATHER_PARTS, GATHER_PARTS, 1), (20, 20, 1), (1, 1, 1)],
 )
 def test_many_threads_read_at_once(tokens: int, threads: int, at_once: int, disk_of_threads: DiskTier) -> None:
     """Each of the threads takes its part from one list, of few tokens one. All are in the middle of it at the same time."""

@@ -23,7 +23,7 @@ from tests.helpers.samples import every_nth, first_of, spread
 RESIDENT, WEIGHTS_MOVE = (100, 0, 100, 0, 100, 0), (0, 40, 100, 0, 100, 0)
 KINDS = "olmoe", "gpt-oss", "glm4-moe", "qwen2-moe", "qwen3-moe", "mixtral", "granite-moe", "minimax", "deepseek-v3"
 KINDS += ("hunyuan-moe", "llama4")
-STORED = ("olmoe", "gguf-q4_0", EXACT), ("qwen3-moe", "gguf-q4_0", INT8), ("gpt-oss", "gguf-mxfp4", EXACT)
+PACKED_MIXTURES = ("olmoe", "gguf-q4_0", EXACT), ("qwen3-moe", "gguf-q4_0", INT8), ("gpt-oss", "gguf-mxfp4", EXACT)
 STEPS = 9
 # two kinds in all that weights are written in; the others, whose experts are multiplied as theirs are, in some of it
 CASES = [
@@ -82,7 +82,7 @@ def test_recorded_mixtures_give_the_bits_of_the_resident_loop(
 
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="torch alone is not recorded")
-@pytest.mark.parametrize(("kind", "stored", "compute"), STORED)
+@pytest.mark.parametrize(("kind", "stored", "compute"), PACKED_MIXTURES)
 def test_so_do_those_in_a_checkpoints_own_form(
     kind: str, stored: str, compute: str, graphs: list[StepGraphs], checkpoints: Checkpoints, offload: Path
 ) -> None:
@@ -91,7 +91,7 @@ def test_so_do_those_in_a_checkpoints_own_form(
 
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="torch alone is not recorded")
 @pytest.mark.parametrize("recorded", [1, 99])
-@pytest.mark.parametrize(("kind", "stored", "compute"), first_of(spread(STORED), 1))
+@pytest.mark.parametrize(("kind", "stored", "compute"), first_of(spread(PACKED_MIXTURES), 1))
 def test_turns_are_recorded_or_left_behind_those_that_are(
     kind: str,
     stored: str,

@@ -23,7 +23,7 @@ from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.matrix import PackedMatrix
 from h2o_flexgen.memory.disk import DiskFiles, FilePiece
-from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.pack import TORCH_DTYPES
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.planning.placement import place, place_weights, traffic
@@ -98,7 +98,7 @@ def run_and_compare(
             assert views.keys() == expected[task.layer].keys()
             for name, view in views.items():
                 assert torch.equal(view.cpu(), expected[task.layer][name]), f"{name} at {task}"
-                assert view.dtype == DTYPES[dtype] and view.data_ptr() % aligned_to == 0
+                assert view.dtype == TORCH_DTYPES[dtype] and view.data_ptr() % aligned_to == 0
     return moved
 
 

@@ -72,7 +72,7 @@ WEIGHTS = (PLAIN, EXACT), ("group4", EXACT), ("group8", EXACT), ("group4", INT8)
 
 
 # models in formats of checkpoints: what is kept as it is stored, and what becomes of it in fewer bits
-STORED = (
+PUBLISHED = (
     ("llama-gqa", "gguf-q4_0", PLAIN, EXACT),
     ("qwen3", "gguf-q4_1", PLAIN, EXACT),
     ("mistral", "gguf-q5_0", PLAIN, EXACT),

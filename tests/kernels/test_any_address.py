@@ -12,7 +12,7 @@ from h2o_flexgen.formats.kernel_table import HALVES, INT8_PRODUCT, PRODUCT, TORC
 from h2o_flexgen.formats.table import BLOCKED
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import decode, packed_product, plain_product, steady_product
-from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.pack import TORCH_DTYPES
 from tests.helpers.all_of import all_of
 from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
@@ -50,8 +50,8 @@ def test_products_with_plain_values_of_16_bits_are_the_same_from_any_address(
     variant: str, dtype: str, rows: int, shape: tuple[int, int]
 ) -> None:
     draw = torch.Generator().manual_seed(2)
-    aligned = torch.randn(shape, generator=draw).to(DTYPES[dtype])
-    x, bias = (torch.randn(*size, generator=draw).to(DTYPES[dtype]) for size in ((rows, shape[1]), (shape[0],)))
+    aligned = torch.randn(shape, generator=draw).to(TORCH_DTYPES[dtype])
+    x, bias = (torch.randn(*size, generator=draw).to(TORCH_DTYPES[dtype]) for size in ((rows, shape[1]), (shape[0],)))
     with used(variant), torch.inference_mode():
         for product in (plain_product, steady_product):
             expected = product(Factor(x), aligned, bias)

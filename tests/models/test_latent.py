@@ -10,7 +10,7 @@ import torch
 
 from h2o_flexgen.checkpoints.gguf_format import Gguf, Metadata
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
-from h2o_flexgen.checkpoints.stored_architecture import GATING, SIGMOID, SOFTMAX, GgufModel
+from h2o_flexgen.checkpoints.stored_architecture import BY_SIGMOID, BY_SOFTMAX, GATING, GgufModel
 from h2o_flexgen.core.model_spec import PromptHeads
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.llm import LLM
@@ -119,14 +119,14 @@ def test_the_name_of_kimi_is_that_of_deepseek(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "router", "experts", "said", "meant"),
     [
-        ("deepseek_v3", SIGMOID, 256, {}, (8, 4)),
-        ("deepseek_v2", SOFTMAX, 160, {}, (8, 3)),
+        ("deepseek_v3", BY_SIGMOID, 256, {}, (8, 4)),
+        ("deepseek_v2", BY_SOFTMAX, 160, {}, (8, 3)),
         ("deepseek_v2", 0, 160, {}, (8, 3)),
-        ("deepseek_v3", SIGMOID, 384, {}, (1, 1)),
-        ("deepseek_v3", SIGMOID, 64, {}, (1, 1)),
-        ("deepseek_v2", SOFTMAX, 256, {}, (1, 1)),
-        ("deepseek_v3", SIGMOID, 256, {"count": 1}, (1, 1)),
-        ("deepseek_v3", SIGMOID, 256, {"count": 16, "used_count": 2}, (16, 2)),
+        ("deepseek_v3", BY_SIGMOID, 384, {}, (1, 1)),
+        ("deepseek_v3", BY_SIGMOID, 64, {}, (1, 1)),
+        ("deepseek_v2", BY_SOFTMAX, 256, {}, (1, 1)),
+        ("deepseek_v3", BY_SIGMOID, 256, {"count": 1}, (1, 1)),
+        ("deepseek_v3", BY_SIGMOID, 256, {"count": 16, "used_count": 2}, (16, 2)),
     ],
 )
 def test_an_older_file_has_the_groups_of_published_models(

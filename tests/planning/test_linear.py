@@ -14,7 +14,7 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning import linear_program
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import MemoryLimits
-from h2o_flexgen.planning.linear_program import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
+from h2o_flexgen.planning.linear_program import PLACED_FIELDS, PLACES, Case, seconds_at, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.predict import sum_of_steps
@@ -150,7 +150,7 @@ GRID = {
 def test_no_plan_of_a_grid_that_fits_is_better(values: dict[str, Any]) -> None:
     lengths, spec = [list(batch) for batch in values["lengths"]], tiny_spec(blocks=8, width=32)
     case = limited(case_of(values["accelerator"], lengths, spec, buffers=values["buffers"]), values["share"], 0.6)
-    every = (dict(zip(KINDS, shares)) for shares in product(shares_of(case.tiers), repeat=3))
+    every = (dict(zip(PLACED_FIELDS, shares)) for shares in product(shares_of(case.tiers), repeat=3))
     fitting = [plan for kinds in every if fits(case, plan := replace(case.plan, **kinds))]
     (answer,) = solve_thoroughly([case])
     assert fits(case, answer.plan) and answer.plan.percent != case.with_shares().percent, "something has to go"

@@ -31,7 +31,7 @@ from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.session.loaded_model import LoadedModel
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
-KINDS = ("weights", "KV", "activations")
+PLACED_DATA = ("weights", "KV", "activations")
 STATES = "states"  # a kind where rows have some
 ON_PAGE = ("model", "schedule", "KV", "numbers", "kernels")  # labels
 
@@ -204,7 +204,7 @@ class PlanReport:
         asked_of = "GPU + CPU / disk" if self._is_folded else " / ".join(names)
         rows = [["", f"requested % {asked_of}", f"placed % {' / '.join(names)}", *(f"bytes on {name}" for name in names)]]
         placed, held = self.first.placed_percent, placed_bytes(self.first)
-        for place, kind in enumerate(KINDS):
+        for place, kind in enumerate(PLACED_DATA):
             pair = slice(2 * place, 2 * place + 2)
             asked, got = self._asked(*self.requested.percent[pair]), " / ".join(_three(*placed[pair])[-len(tiers) :])
             rows.append([kind, asked, got, *(format_bytes(held[kind][tier]) for tier in tiers)])

@@ -21,7 +21,7 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
-from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.pack import TORCH_DTYPES
 from h2o_flexgen.schedule.ops import Data, Task
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -31,7 +31,7 @@ class HiddenStore:
         self._spec = spec
         self._schedule = schedule
         self._memories = memories
-        self._dtype = DTYPES[spec.dtype]
+        self._dtype = TORCH_DTYPES[spec.dtype]
         self._now: dict[int, Tensor] = {}  # batch -> its states in the memory that computes with them
         self._shapes: dict[int, torch.Size] = {}
         self._on_host: dict[int, Tensor] = {}

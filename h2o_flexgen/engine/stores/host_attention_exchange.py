@@ -29,7 +29,7 @@ from h2o_flexgen.kv.cache import AttentionInput
 from h2o_flexgen.kv.layer_cache import LayerCache, Steps
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.pack import TORCH_DTYPES
 from h2o_flexgen.models.new_tokens import NewTokens, Rotation
 from h2o_flexgen.schedule.ops import STORE
 from h2o_flexgen.schedule.schedule import Schedule
@@ -47,7 +47,7 @@ class AskedStore:
     def __init__(self, spec: ModelSpec, judged: bool, block: Block, schedule: Schedule, memories: Memories) -> None:
         """`judged`: a policy uses the worth of tokens."""
         self._spec = spec
-        self._dtype = DTYPES[spec.dtype]
+        self._dtype = TORCH_DTYPES[spec.dtype]
         self._places: dict[int, tuple[Arena, Tensor]] = {}  # of each batch
         self._questions: dict[int, _Question] = {}
         self._widths: dict[int, int] = {}  # of the answer of each batch

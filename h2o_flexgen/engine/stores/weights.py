@@ -37,7 +37,7 @@ from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, FilePiece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring, own_site
-from h2o_flexgen.memory.pack import DTYPES, Layout, Pack, PackEntry, Range, copies_between, slices
+from h2o_flexgen.memory.pack import TORCH_DTYPES, Layout, Pack, PackEntry, Range, copies_between, slices
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.schedule.ops import Task, Visit
 from h2o_flexgen.schedule.schedule import Schedule
@@ -126,7 +126,7 @@ class WeightStore:
         self._spec = spec
         self._tiers = tiers
         self._memories = memories
-        self._dtype = DTYPES[spec.dtype]
+        self._dtype = TORCH_DTYPES[spec.dtype]
         accelerator = memories.device.accelerator
         self._stays_in = (DEVICE,) if accelerator else (DEVICE, HOST)
         self._stored = source.locate(self._on(DISK))
@@ -199,7 +199,7 @@ class WeightStore:
         """The bytes of a tensor from `start` on that belong to the segment, and their place in its file. Plain values may have
         another type there."""
         stored, own = segment.stored, self._type_of(tensor)
-        if tensor.format == PLAIN and (dtype := DTYPES[stored.dtype]) != own:
+        if tensor.format == PLAIN and (dtype := TORCH_DTYPES[stored.dtype]) != own:
             before = start // own.itemsize * dtype.itemsize
             return FilePiece(stored.file, stored.offset + before, out.view(own), dtype)
         first, behind = max(start, segment.start), min(start + len(out), segment.start + stored.nbytes)
@@ -264,7 +264,7 @@ class WeightStore:
         if len(segments) > 1 or not keeps_its_place(tensor):
             return False
         stored, dtype = segments[0].stored, self._type_of(tensor)
-        return tensor.format != PLAIN or (DTYPES[stored.dtype] == dtype and stored.offset % dtype.itemsize == 0)
+        return tensor.format != PLAIN or (TORCH_DTYPES[stored.dtype] == dtype and stored.offset % dtype.itemsize == 0)
 
     @cached_property
     def _moved_layouts(self) -> dict[LayerPass, Layout]:

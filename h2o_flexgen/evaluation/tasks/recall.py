@@ -214,7 +214,7 @@ def split_sentences(prose: str) -> list[str]:
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
-KINDS = ("passkey", "lookup")  # of recall: those with the fact at one place, whatever its length
+AT_ONE_PLACE = ("passkey", "lookup")  # of recall: those with the fact at one place, whatever its length
 VISIBLE = "visible"
 
 
@@ -255,7 +255,7 @@ def asked_facts(llm: LLM, asked: FactsAsked) -> tuple[AskedFact, ...]:
     made = Recall.of(asked.prose, tokenizer.encode_more, start_tokens(tokenizer))
     return tuple(
         _asked(made.example(kind, asked.length, asked.depth, draw, asked.mentions), asked.question == VISIBLE)
-        for kind, _ in product(KINDS, range(asked.examples))
+        for kind, _ in product(AT_ONE_PLACE, range(asked.examples))
     )
 
 

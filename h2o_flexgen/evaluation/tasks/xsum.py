@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache
     from h2o_flexgen.llm import LLM
 
-KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+ROUGES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 ARTICLE, SUMMARIES = "article", ("summary_gt", "summary")
 STOP = "###"
 EXAMPLES = 100  # as in the script of H2O's authors
@@ -58,7 +58,7 @@ class XSum(EvaluationTask):
     articles: tuple[Article, ...]
 
     name: ClassVar[str] = "xsum"
-    shown: ClassVar[tuple[Shown, ...]] = tuple(Shown(kind, f"{title} F", True, of_means) for kind, title in KINDS.items())
+    shown: ClassVar[tuple[Shown, ...]] = tuple(Shown(kind, f"{title} F", True, of_means) for kind, title in ROUGES.items())
     reads_texts: ClassVar[bool] = False
 
     @classmethod
@@ -137,6 +137,6 @@ def first_line(text: str) -> str:
 def rouge(texts: list[str], summaries: tuple[str, ...]) -> tuple[Figure, ...]:
     from rouge_score.rouge_scorer import RougeScorer  # the extra [eval]
 
-    scorer = RougeScorer(list(KINDS), use_stemmer=True)
+    scorer = RougeScorer(list(ROUGES), use_stemmer=True)
     scores = [scorer.score(summary, text) for text, summary in zip(texts, summaries)]
-    return tuple(mean(kind, [score[kind].fmeasure for score in scores]) for kind in KINDS)
+    return tuple(mean(kind, [score[kind].fmeasure for score in scores]) for kind in ROUGES)
