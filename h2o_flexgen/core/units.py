@@ -52,8 +52,7 @@ class MemorySize(Allowed):
     """A size in bytes, kept as it was typed, since messages and printed flags repeat it."""
 
     def value(self, name: str, given: object, note: str = "") -> int | str:
-        parse_bytes(given)  # type: ignore[arg-type]
-        return given  # type: ignore[return-value]
+        return self.typed(given) if isinstance(given, str) else parse_bytes(given)  # type: ignore[arg-type]
 
     def typed(self, word: str) -> str:
         if (nbytes := parse_bytes(word)) < LEAST_BARE and word.strip().isdecimal():

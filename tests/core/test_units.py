@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.core.units import format_bytes, parse_bytes
+from h2o_flexgen.core.units import SIZE, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,13 @@ def test_a_size_is_a_plain_number_that_a_machine_could_have(size: int | str) -> 
     with pytest.raises(ValueError, match=r"^size ") as caught:
         parse_bytes(size)
     assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("size", ["8", " 4096 "])
+def test_a_small_number_in_a_text_lacks_its_unit(size: str) -> None:
+    for read in (SIZE.typed, lambda text: SIZE.value("cpu_mem", text)):
+        with pytest.raises(
+            ValueError, match=rf"^size '{size}' would be {int(size)} bytes; write its unit, like {int(size)}GB$"
+        ):
+            read(size)
+    assert (SIZE.value("cpu_mem", 8), SIZE.value("cpu_mem", "10000"), SIZE.typed("8B")) == (8, "10000", "8B")
