@@ -41,15 +41,15 @@ from h2o_flexgen.schedule.check import ScheduleError, check
 from h2o_flexgen.schedule.ops import Key, Op
 from h2o_flexgen.schedule.traffic import Traffic
 from h2o_flexgen.schedule.zigzag import Zigzag
-from tests import test_conversation, test_stream
 from tests.helpers import tiny
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.samples import every_nth
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted, cost_of
-from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
-from tests.test_shared_prefixes import hold_contract as hold_contract_of_prefixes
+from tests.whole import test_conversation, test_stream
+from tests.whole.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
+from tests.whole.test_shared_prefixes import hold_contract as hold_contract_of_prefixes
 
 KEEPING_SOME = (("kv_policy", "h2o"), ("kv_budget", 0.7), ("value_norms", True), ("kv_recall", 0.5))
 LENGTHS, HALF = (45, 62, 30, 51), (("kv_recall", 0.5),)

@@ -17,16 +17,16 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.planning.plan import BFLOAT16, JUDGED, PINNED
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import STORE, Op
-from tests import test_arriving_prefixes as arriving
-from tests import test_conversation as talks
-from tests import test_shared_prefixes as prefixes
-from tests import test_stream as stream
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import ELSEWHERE, most_of
-from tests.test_contract import MIXES, TIERS, has_code
+from tests.whole import test_arriving_prefixes as arriving
+from tests.whole import test_conversation as talks
+from tests.whole import test_shared_prefixes as prefixes
+from tests.whole import test_stream as stream
+from tests.whole.test_contract import MIXES, TIERS, has_code
 
 FEW = (5, 9, 2)
 PLANS = {

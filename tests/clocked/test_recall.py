@@ -28,9 +28,6 @@ from h2o_flexgen.kernels.evict import Missing, RowsOfBoth
 from h2o_flexgen.kv.key_index import ALWAYS, ChosenSlots, KeyIndex
 from h2o_flexgen.policies.recall import INDEX
 from h2o_flexgen.schedule.ops import Op
-from tests import test_conversation as talks
-from tests import test_shared_prefixes as prefixes
-from tests import test_stream as stream
 from tests.clocked.checker import Checker
 from tests.clocked.context import checked
 from tests.clocked.tensor import NAME
@@ -42,6 +39,9 @@ from tests.kernels.test_chosen_slots import drawn, index_of
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted
 from tests.test_recall import ALIKE, HALF, HEADS_APART, KEEPING_SOME, LongBehind, index_one_token_behind
+from tests.whole import test_conversation as talks
+from tests.whole import test_shared_prefixes as prefixes
+from tests.whole import test_stream as stream
 
 WHERE = (  # shares of the tiers, and what attends KV in host memory
     ((100, 0, 0, 100, 100, 0), HOST),

@@ -49,7 +49,7 @@ REST, LAST = 0.75, 0.85  # what no time was left for, then D; what remains is fo
 PLAN_SECONDS = 12.0
 CHILDREN, CORES_OF_A_CHILD = 4, 2  # at least so many, and more where there are many cores: kernels are compiled
 ROOT = Path(__file__).resolve().parents[2]
-CODE = "h2o_flexgen", "tests/delayed", "tests/helpers", "tests/test_contract.py"  # on which results depend
+CODE = "h2o_flexgen", "tests/delayed", "tests/helpers", "tests/whole/test_contract.py"  # on which results depend
 NOTHING = "nothing"
 
 

@@ -13,7 +13,7 @@ from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.formats.table import PLAIN
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case
 from tests.helpers.pairwise import covering
-from tests.test_contract import CHOICES, LIKE_OTHERS
+from tests.whole.test_contract import CHOICES, LIKE_OTHERS
 
 STAYING, MOVING = (100, 0, 100, 0, 100, 0), (0, 50, 100, 0, 100, 0)  # all weights are there, or come through buffers
 MOST = 60  # plans of the contract

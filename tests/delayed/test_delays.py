@@ -16,7 +16,7 @@ from h2o_flexgen.session import loaded_model
 from tests.delayed.device import LEAST, MOST, Delays, delayed
 from tests.helpers.contract import Case, Checkpoints, hold_contract
 from tests.helpers.pretended import PretendedDevice
-from tests.test_contract import MANY, MIXES
+from tests.whole.test_contract import MANY, MIXES
 
 
 class Noting(TorchDispatchMode):

@@ -22,7 +22,6 @@ from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, graph_bytes, graph_count
 from h2o_flexgen.sampling.params import SamplingParams
-from tests import test_stream as stream
 from tests.helpers.contract import (
     BY_HEAD,
     POLICIES,
@@ -40,6 +39,7 @@ from tests.helpers.recorded import repeated
 from tests.helpers.room import holds
 from tests.helpers.samples import every_nth, first_of, spread
 from tests.helpers.tiny import KINDS
+from tests.whole import test_stream as stream
 
 NEAR = [kind for kind in KINDS if kind.endswith("-near")]  # have positions for few tokens
 LONG_ENOUGH = sorted(kind for kind in KINDS if kind not in NEAR)

@@ -27,8 +27,8 @@ from tests.helpers.contract import POLICIES, UNLIKE, WEIGHTS, Case, Checkpoints
 from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.resident import resident_behind
 from tests.kernels.variants import used
-from tests.test_contract import has_code_elsewhere
-from tests.test_stream import MIXES, apart, assert_alike_prompt_logprobs, same, streamed
+from tests.whole.test_contract import has_code_elsewhere
+from tests.whole.test_stream import MIXES, apart, assert_alike_prompt_logprobs, same, streamed
 
 HEADS = (11, 7, 19)  # tokens of what prompts begin with; the second one begins with a part of the first
 OWN = (3, 1, 6, 2, 5, 1, 4, 8, 2, 3, 1, 5, 2, 7)

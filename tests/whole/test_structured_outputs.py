@@ -33,7 +33,7 @@ from tests.engine.test_shrink import fail_at
 from tests.helpers.held_by_hand import FIRST, HELD, allowed_by_hand, pattern_of
 from tests.helpers.random_schemas import random_schema, validated
 from tests.helpers.refusals import one_line
-from tests.test_sampling_options import SEED, Case, Checkpoints, adjusted_by_hand, picked_by_hand, uniform
+from tests.whole.test_sampling_options import SEED, Case, Checkpoints, adjusted_by_hand, picked_by_hand, uniform
 
 pytest.importorskip("llguidance", reason="needs the extra [grammar]")
 

@@ -20,7 +20,7 @@ from h2o_flexgen.text.word_tokenizer import WordTokenizer
 from tests.helpers import tiny
 from tests.helpers.real_tokenizers import saved_tokenizer
 from tests.helpers.refusals import one_line
-from tests.test_embed import drawn, near
+from tests.whole.test_embed import drawn, near
 
 ON_DISK, MIXED = (0, 0) * 3, (30, 30, 20, 50, 40, 30)
 NAMES = {0: "bad", 1: "so so", 2: "good"}

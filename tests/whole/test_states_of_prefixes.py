@@ -26,12 +26,12 @@ from h2o_flexgen.sampling.params import SamplingParams
 from tests.helpers.contract import POLICIES, Checkpoints
 from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.refusals import one_line
-from tests.test_arriving_prefixes import ArrivingCase, Counted, drawn
-from tests.test_arriving_prefixes import hold_contract as hold_arriving
-from tests.test_lasting_prefixes import KeptCase, counts_of
-from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
-from tests.test_shared_prefixes import hold_contract as hold_job
-from tests.test_stream import MIXES, nothing_runs_on, same, streamed
+from tests.whole.test_arriving_prefixes import ArrivingCase, Counted, drawn
+from tests.whole.test_arriving_prefixes import hold_contract as hold_arriving
+from tests.whole.test_lasting_prefixes import KeptCase, counts_of
+from tests.whole.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
+from tests.whole.test_shared_prefixes import hold_contract as hold_job
+from tests.whole.test_stream import MIXES, nothing_runs_on, same, streamed
 
 __all__ = ["nothing_runs_on"]
 

@@ -20,7 +20,7 @@ from tests.helpers.contract import POLICIES, Case, Checkpoints, compare, generat
 from tests.helpers.inverted import TRAILER, Inverted, opened_inverted
 from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.planning.test_machine import SMALL
-from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
+from tests.whole.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
 
 ON_DISK, IN_MEMORY = (MIXES[2], MIXES[3], MIXES[6]), ((100, 0, 0, 0, 0, 0), (0, 100, 0, 50, 0, 50), (40, 60, 100, 0, 100, 0))
 LEFT_OUT = "overlap", "kv_codec", ("weight_codec", "compute")

@@ -47,10 +47,10 @@ from tests.helpers import tiny
 from tests.helpers.contract import Checkpoints
 from tests.helpers.refusals import one_line
 from tests.helpers.samples import every_nth
-from tests.test_arriving_prefixes import drawn
-from tests.test_drafts import always, guessing
-from tests.test_tokens_ahead import one_by_one
-from tests.test_tokens_ahead import streamed as held_streamed
+from tests.whole.test_arriving_prefixes import drawn
+from tests.whole.test_drafts import always, guessing
+from tests.whole.test_tokens_ahead import one_by_one
+from tests.whole.test_tokens_ahead import streamed as held_streamed
 
 IN_MEMORY, ON_DISK = (0, 0, 0, 100, 100, 0), (0, 0, 0, 0, 0, 0)
 STEPS = 4

@@ -29,7 +29,7 @@ from tests.helpers.contract import UNLIKE, Case, Checkpoints, distinct_prompts, 
 from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.resident import resident_talk
 from tests.helpers.samples import every_nth, spread
-from tests.test_contract import MIXES, has_code_elsewhere
+from tests.whole.test_contract import MIXES, has_code_elsewhere
 
 STEPS, CONTEXT = 3, 100
 TURNS = distinct_prompts((7, 4, 1, 11))  # more than a piece of prompts has, just as many, a single one

@@ -32,9 +32,6 @@ from h2o_flexgen.planning.plan import BFLOAT16, STATE_DTYPES, Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Data, Key, Op, Task
-from tests import test_conversation as talks
-from tests import test_pipeline as pipelines
-from tests import test_stream as stream
 from tests.helpers.contract import BY_HEAD, GATED, POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.pairwise import ELSEWHERE, in_turn, most_of, on_devices
 from tests.helpers.refusals import one_line
@@ -42,6 +39,9 @@ from tests.helpers.tiny import tiny_config
 from tests.planning.test_cost import assert_moved_as_predicted
 from tests.planning.test_pricing import MACHINE
 from tests.planning.worlds import block_of
+from tests.whole import test_conversation as talks
+from tests.whole import test_pipeline as pipelines
+from tests.whole import test_stream as stream
 
 KINDS = ("lfm2", "qwen3-5", "qwen3-next", "qwen3-5-moe", "lfm2-short", "falcon-h1", "nemotron-h", "kimi-linear")
 ON_DISK, ON_HOST, MIXED, RESIDENT = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 50, 40, 30), (100, 0) * 3

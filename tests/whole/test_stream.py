@@ -30,7 +30,7 @@ from tests.helpers.contract import POLICIES, UNLIKE, WEIGHTS, Case, Checkpoints,
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.samples import first_of, spread
-from tests.test_contract import has_code_elsewhere
+from tests.whole.test_contract import has_code_elsewhere
 
 LENGTHS = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5, 1, 12, 4, 9)
 GROWTH = (4, 1, 9, 3, 12, 2, 7, 1, 5, 11, 3, 8, 2, 6)

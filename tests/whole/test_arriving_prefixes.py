@@ -34,8 +34,8 @@ from tests.helpers.contract import POLICIES, WEIGHTS, Checkpoints
 from tests.helpers.pairwise import Name, on_devices
 from tests.helpers.resident import resident_behind
 from tests.planning.allocations import peak_allocated
-from tests.test_shared_prefixes import ENOUGH, AsPrompted, SharedCase
-from tests.test_stream import MIXES, assert_alike_prompt_logprobs, nothing_runs_on, same
+from tests.whole.test_shared_prefixes import ENOUGH, AsPrompted, SharedCase
+from tests.whole.test_stream import MIXES, assert_alike_prompt_logprobs, nothing_runs_on, same
 
 __all__ = ["nothing_runs_on"]
 

@@ -42,11 +42,22 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
+from tests.commands.test_batch import (
+    DEMO,
+    break_requests,
+    demo_requests,
+    has_ended,
+    has_lines,
+    ids,
+    records,
+    started,
+    when,
+    write,
+)
 from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.signals import as_in_a_terminal
 from tests.helpers.tiny import save_tiny
-from tests.test_batch import DEMO, break_requests, demo_requests, has_ended, has_lines, ids, records, started, when, write
 
 if TYPE_CHECKING:
     from h2o_flexgen.cli.ray_job import WorkerMessage
@@ -54,7 +65,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra [ray]")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 IN_MEMORY: dict[str, Any] = {"percent": (0, 100, 0, 100, 0, 100), "gpu_batch_size": 2, "num_gpu_batches": 2}
 OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu"}
 GREEDY, SAMPLING = {"max_tokens": 6}, "sampling_params"

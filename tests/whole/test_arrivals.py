@@ -25,7 +25,7 @@ from tests.engine.test_shrink import OF_TORCH, fail_at
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints
 from tests.helpers.pairwise import ELSEWHERE, on_devices
 from tests.helpers.patience import PATIENCE_SECONDS
-from tests.test_stream import GROWTH, LENGTHS, MIXES, nothing_runs_on, same
+from tests.whole.test_stream import GROWTH, LENGTHS, MIXES, nothing_runs_on, same
 
 __all__ = ["nothing_runs_on"]
 

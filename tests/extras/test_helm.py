@@ -285,7 +285,7 @@ def shown(text: str) -> str:
 def run(folder: Path, *arguments: str) -> None:
     """Runs helm-run in a folder, without a network, with a plugin beside it."""
     code = "import sys; from helm.benchmark.run import main; sys.exit(main())"
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), str(folder)])
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, "--plugins", "foxes", "--suite", "s", "--max-eval-instances", "6", *arguments]

@@ -47,9 +47,9 @@ from tests.clocked.tensor import NAME as CLOCKED
 from tests.engine.test_shrink import fail_at
 from tests.helpers.contract import BY_HEAD, POLICIES, UNLIKE, Case, Checkpoints
 from tests.helpers.samples import every_nth, first_of
-from tests.test_arrivals import hold_contract as hold_arrivals
-from tests.test_fuzz import check_logprobs, generate, random_case, random_params
-from tests.test_stream import LENGTHS as ARRIVING
+from tests.whole.test_arrivals import hold_contract as hold_arrivals
+from tests.whole.test_fuzz import check_logprobs, generate, random_case, random_params
+from tests.whole.test_stream import LENGTHS as ARRIVING
 
 LENGTHS, GROWTH = (5, 9, 4, 7, 6), (8, 10, 12, 6, 11)
 ON_DISK = (0, 0, 100, 0, 100, 0)  # weights alone: they come for each pass

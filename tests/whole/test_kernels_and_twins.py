@@ -38,7 +38,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.helpers.contract import POLICIES, Case, Checkpoints
 from tests.helpers.samples import first_of
-from tests.test_fuzz import NEAR, random_case
+from tests.whole.test_fuzz import NEAR, random_case
 
 H2O = [policy for policy in POLICIES if policy and policy[0] == ("kv_policy", "h2o")]
 ROUNDING = "a factor in 8 bits"

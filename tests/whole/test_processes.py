@@ -328,7 +328,7 @@ sys.exit(exit_status(lambda: SimpleNamespace(verbose=0), work))
 @pytest.mark.parametrize("way", first_of(["kill", "interrupt"], 1))
 def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Path) -> None:
     command = [sys.executable, "-c", LOOKING_AFTER, str(offload)]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     given: dict[str, Any] = {"cwd": root, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **given, preexec_fn=as_in_a_terminal, start_new_session=True) as process:
         assert process.stdout is not None

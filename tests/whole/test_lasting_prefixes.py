@@ -39,10 +39,10 @@ from h2o_flexgen.session.prefix_folder import MARK, PrefixFolder
 from tests.helpers.commands import called
 from tests.helpers.contract import POLICIES, WEIGHTS, Checkpoints
 from tests.helpers.pairwise import Name, on_devices
-from tests.test_arriving_prefixes import FOUR, ArrivingCase, Counted, drawn
-from tests.test_arriving_prefixes import hold_contract as hold_arriving
-from tests.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
-from tests.test_stream import MIXES, nothing_runs_on, same, streamed
+from tests.whole.test_arriving_prefixes import FOUR, ArrivingCase, Counted, drawn
+from tests.whole.test_arriving_prefixes import hold_contract as hold_arriving
+from tests.whole.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
+from tests.whole.test_stream import MIXES, nothing_runs_on, same, streamed
 
 __all__ = ["nothing_runs_on"]
 

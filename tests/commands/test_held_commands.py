@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import batch, chat, run
+from tests.commands.test_batch import choice, records, write
 from tests.helpers.commands import Result, called
 from tests.helpers.random_schemas import validated
-from tests.test_batch import choice, records, write
 
 pytest.importorskip("llguidance", reason="needs the extra [grammar]")
 

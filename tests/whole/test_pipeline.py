@@ -35,7 +35,7 @@ from tests.planning.test_footprint import NOT_IN_ARENAS, PAGE
 from tests.planning.test_pricing import MACHINE
 from tests.planning.test_pricing import on as on_machine
 from tests.planning.worlds import tiny_spec
-from tests.test_contract import EQUAL, MANY, MIXES, RAGGED, has_code_elsewhere
+from tests.whole.test_contract import EQUAL, MANY, MIXES, RAGGED, has_code_elsewhere
 
 CHOICES = {
     "kind": ("opt", "llama-gqa", "opt-350m", "gpt-oss", "qwen2-near", "deepseek-v3"),

@@ -25,10 +25,6 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.models.new_tokens import NewTokens
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.policies.levels import Level
-from tests import test_conversation as talks
-from tests import test_pipeline as pipeline
-from tests import test_shared_prefixes as prefixes
-from tests import test_stream as stream
 from tests.engine.test_graphs import RESIDENT, is_without_graphs, replayed
 from tests.helpers.contract import BY_HEAD, FEW_LOOK_BACK, MIXED_HEADS, WEIGHTS, Case, Checkpoints, head_budgets, hold_contract
 from tests.helpers.pairwise import ELSEWHERE, on_devices
@@ -36,7 +32,11 @@ from tests.helpers.tiny import BLOCKS
 from tests.planning.worlds import tiny_spec
 from tests.policies.oracle import Head
 from tests.policies.test_policies import DIM, LENGTHS, ROTARY, new_tokens, texts, turn
-from tests.test_contract import MANY, MIXES, poisoned
+from tests.whole import test_conversation as talks
+from tests.whole import test_pipeline as pipeline
+from tests.whole import test_shared_prefixes as prefixes
+from tests.whole import test_stream as stream
+from tests.whole.test_contract import MANY, MIXES, poisoned
 
 CPU, STEPS = torch.device("cpu"), 12
 
