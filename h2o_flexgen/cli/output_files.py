@@ -8,10 +8,12 @@ to FILE.partial.1, or to the first free number.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -47,8 +49,18 @@ def check_output_file(file: str | None, flag: str = OUTPUT) -> None:
         raise ValueError(f"{flag} {file} is a device or a pipe, and no file can replace it; give a plain file")
 
 
-def _unwritable(file: str | None, error: OSError, flag: str = OUTPUT) -> ValueError:
-    return ValueError(f"{flag} {file} cannot be written ({error.strerror}); give another file")
+def _unwritable(file: str | None, error: OSError, flag: str) -> ValueError:
+    advice = "make room, or give another file" if error.errno == errno.ENOSPC else "give another file"
+    return ValueError(f"{flag} {file} cannot be written ({error.strerror}); {advice}")
+
+
+@contextmanager
+def writing(file: str | Path, flag: str) -> Iterator[None]:
+    """Names the file and the flag in an error of writing: those of a full disk name nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(str(file), error, flag) from error
 
 
 def check_picture(file: str | None, flag: str) -> None:
@@ -86,14 +98,12 @@ class CompletionsFile:
     """The file of --output, used in a `with`: `add` appends what is done, `finish` writes it all."""
 
     def __init__(self, file: str) -> None:
-        self.file = Path(os.path.realpath(local_path(file)))
+        self._given, self.file = file, Path(os.path.realpath(local_path(file)))
         self._count = 0
         self._stream: FileIO | None = None  # opened for the first text: a process killed before leaves nothing
-        try:
+        with writing(file, OUTPUT):
             self._open_partial().close()
             self.partial.unlink()
-        except OSError as error:
-            raise _unwritable(file, error) from error
         first = self._partial(0)
         if self.partial != first:
             print(f"{first} is there already, from another run, and is left as it is", file=sys.stderr)
@@ -112,14 +122,22 @@ class CompletionsFile:
         raise AssertionError("there is always a number that is free")
 
     def add(self, completion: Completion) -> None:
-        """Appends a completion, with one write per line, so that killing the process does not cut a line."""
-        if self._stream is None:
-            self._stream = self._open_partial()
-        self._stream.write(_line(completion))
+        """Appends a completion, with one write per line, so that killing the process does not cut a line. Nor does a disk that
+        is full: it takes the beginning of a line, and refuses the rest."""
+        with writing(self._given, OUTPUT):
+            self._stream = self._stream or self._open_partial()
+            whole, rest = self._stream.tell(), memoryview(_line(completion))
+            try:
+                while rest:
+                    rest = rest[self._stream.write(rest) :]
+            except OSError:
+                self._stream.truncate(whole)
+                raise
         self._count += 1
 
     def finish(self, completions: Iterable[Completion]) -> None:
-        write_text(self.file, b"".join(map(_line, completions)).decode())
+        with writing(self._given, OUTPUT):
+            write_text(self.file, b"".join(map(_line, completions)).decode())
         self._count = 0
 
     def __enter__(self) -> CompletionsFile:

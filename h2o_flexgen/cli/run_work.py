@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 
-from h2o_flexgen.cli.output_files import CompletionsFile
+from h2o_flexgen.cli.output_files import CompletionsFile, writing
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, told
 from h2o_flexgen.cli.report.summary import (
@@ -152,11 +152,15 @@ class RunOutcome:
     def _write_files(self, summary: Sequence[str]) -> None:
         files = self.job.request.files
         if files.log is not None:
-            append_log(self._log_name() if isinstance(files.log, NamedByPlan) else files.log, summary)
+            log = self._log_name() if isinstance(files.log, NamedByPlan) else files.log
+            with writing(log, "--log-file"):
+                append_log(log, summary)
         if files.trace is not None:
-            self.stats.last_block.trace.write_chrome(files.trace, self._layer_names)
+            with writing(files.trace, "--trace"):
+                self.stats.last_block.trace.write_chrome(files.trace, self._layer_names)
         if files.timeline is not None:
-            self._draw_timeline(files.timeline)
+            with writing(files.timeline, "--timeline"):
+                self._draw_timeline(files.timeline)
 
     def _missed_limit(self) -> Iterable[str]:
         asked = self.job.request.plan

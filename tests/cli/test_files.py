@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,22 @@ def test_the_texts_go_where_a_link_points(tmp_path: Path) -> None:
         output.add(completion(0))
         output.finish([completion(0)])
     assert link.is_symlink() and list(target.parent.iterdir()) == [target]
+
+
+def test_a_disk_that_is_full_leaves_whole_lines_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files refuses a line in the midst, as a full disk does."""
+    file, limit = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with CompletionsFile(str(file)) as output:
+        output.add(completion(0))
+        whole = output.partial.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) * 3 // 2, limit[1]))
+        try:
+            for write in (lambda: output.add(completion(1)), lambda: output.finish([completion(0), completion(1)])):
+                with pytest.raises(
+                    ValueError, match=rf"^--output {file} cannot be written \(File too large\); give another file"
+                ):
+                    write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (tmp_path / "out.jsonl.partial").read_bytes() == whole and not file.exists()
+    assert "(1) are kept in" in capsys.readouterr().err

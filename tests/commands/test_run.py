@@ -511,6 +511,12 @@ def test_the_trace_file_holds_the_last_block_for_perfetto(command: Any, opt: Pat
     assert {"COMPUTE 4.7.1", "READ_W 0.1.0", "WRITE_KV 0.1.0"} & names and "COMPUTE 4.7.1" in names
 
 
+def test_a_file_for_which_there_is_no_room_is_named(command: Any, opt: Path) -> None:
+    said = "--log-file /dev/full cannot be written (No space left on device); make room, or give another file"
+    result = command("--model", opt, *SMALL, *DISK_HEAVY, "--log-file", "/dev/full")
+    assert result.status == 2 and f"error: {said}" in result.said
+
+
 def test_a_dry_run_loads_and_writes_nothing(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
     from h2o_flexgen.llm import LLM
 
