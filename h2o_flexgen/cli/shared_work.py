@@ -245,7 +245,7 @@ class Processes:
                 self._site.of_each,
                 gpus=1,
                 device=self.device(number),
-                cpu_mem=str(self._llm.limits.host),
+                cpu_mem=self._llm.limits.host,
                 offload_dir=str(folder.path.absolute() / FOLDER.format(number)),
             )
             place = ProcessPlace(number, self._model, site, self._llm.plan, weights, passing)
