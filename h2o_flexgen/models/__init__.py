@@ -244,6 +244,8 @@ def _without_own_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _known_type(model_type: object) -> str:
+    if model_type is None:
+        raise ValueError("the config names no architecture (model_type); give the folder of a Hugging Face checkpoint")
     if not isinstance(model_type, str) or model_type not in MODELS:
         hint = known_of_many(model_type, MODELS, TABLE_OF_MODELS)
         raise ValueError(f"architecture {shown(model_type)} is not supported{hint}")

@@ -18,10 +18,11 @@ from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_ch
 from h2o_flexgen.checkpoints.derived import Damaged, fingerprint
 from h2o_flexgen.checkpoints.dummy import DummySource, random_format
 from h2o_flexgen.checkpoints.gguf_format import Gguf, is_gguf, read_gguf
-from h2o_flexgen.checkpoints.model_places import local_place, resolve_model
+from h2o_flexgen.checkpoints.model_places import ADVICE, local_place, resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.quantisation import KEYS, MXFP4, Quantisation, quantisation_of
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.core.units import parse_bytes
@@ -152,9 +153,17 @@ class OpenedModel:
         return PackedCheckpoint(self.checkpoint, spec, progress=packing, renewing=renewing)
 
     def tokenizer(self, asked: str, vocab: int, read: Callable[[Path], Gguf]) -> Tokenizer:
-        place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)
+        place = asked if asked in (AUTO, BYTES) else _place_of_tokenizer(asked)
         said = read(self.folder).metadata if self.folder is not None and is_gguf(self.folder) else None
         return load_tokenizer(self.folder, self.config, vocab, place, said)
+
+
+def _place_of_tokenizer(asked: str) -> Path:
+    try:
+        return resolve_model(asked, with_weights=False)
+    except ValueError as error:
+        advice = f"give a folder or a GGUF file with a tokenizer, a hub name, or {BYTES}"
+        raise ValueError(f"no tokenizer {shown(asked)}: {str(error).removesuffix(f'; {ADVICE}')}; {advice}") from error
 
 
 def _refuse_quantised(quantisation: Quantisation | None) -> None:

@@ -24,7 +24,10 @@ def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None
         if not prompt.strip():
             raise ValueError(f"prompt {place} is empty; every prompt needs at least one token")
     if num is not None and not 1 <= num <= len(prompts):
-        raise ValueError(f"--num-prompts is {num}, but {len(prompts)} prompts are given; give 1 to {len(prompts)}")
+        given = (
+            "1 prompt is given; give 1" if len(prompts) == 1 else f"{len(prompts)} prompts are given; give 1 to {len(prompts)}"
+        )
+        raise ValueError(f"--num-prompts is {num}, but {given}, or leave it out")
     return prompts[:num]
 
 

@@ -724,7 +724,7 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
         (("--gpu-batch-size", 0), ("--gpu-batch-size", "'0'")),
         (("--slots", 0), ("--buffers/--slots", "'0'")),
         (("--num-prompts", 0), ("--num-prompts", "'0'")),
-        (("--prompt", "one", "--num-prompts", 2), ("--num-prompts is 2", "1 prompts are given")),
+        (("--prompt", "one", "--num-prompts", 2), ("--num-prompts is 2", "1 prompt is given; give 1, or leave it out")),
         (("--gen-len", 0), ("--gen-len", "'0'")),
         (("--temperature", -1), ("--temperature", "'-1'")),
         (("--cut-gen-len", 1), ("--cut-gen-len is 1",)),

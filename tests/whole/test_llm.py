@@ -30,6 +30,7 @@ from h2o_flexgen.session.plan_finder import PlanFinder
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.real_tokenizers import save_byte_level
+from tests.helpers.refusals import one_line
 from tests.helpers.tiny import VOCAB, save_tiny
 
 Told = list[tuple[Stage, int, int]]
@@ -253,6 +254,19 @@ def test_a_model_without_a_tokenizer_takes_token_ids_and_gives_token_ids(tmp_pat
     with LLM(tmp_path, device="cpu", tokenizer="bytes") as llm:
         (as_bytes,) = llm.generate("ab", SamplingParams(max_tokens=3))
         assert as_bytes.prompt_token_ids == tuple(ByteTokenizer(VOCAB).encode("ab")) and as_bytes.text
+
+
+def test_a_tokenizer_that_is_not_there_is_named_as_one(tmp_path: Path) -> None:
+    said = one_line(lambda: LLM("demo", device="cpu", tokenizer=tmp_path / "none"))
+    assert said.startswith(f"no tokenizer '{tmp_path}/none': ") and "dummy" not in said
+    assert said.endswith("; give a folder or a GGUF file with a tokenizer, a hub name, or bytes")
+
+
+def test_a_config_without_an_architecture_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert one_line(lambda: LLM(tmp_path)) == (
+        "the config names no architecture (model_type); give the folder of a Hugging Face checkpoint"
+    )
 
 
 def test_the_tokenizer_of_another_folder_is_taken(tmp_path: Path) -> None:
