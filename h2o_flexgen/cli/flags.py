@@ -208,7 +208,10 @@ class Parser(argparse.ArgumentParser):
         group.truth("--allow-4bit", text=bits)
         rounded = f"products of {INT8} may be taken for packed weights, where that is faster; it changes what the model says"
         group.truth("--allow-int8", text=rounded)
-        read = f"decode steps may attend {RECALLED:g} of what is kept, where that is faster; it changes what the model says"
+        read = (
+            f"decode steps may attend {RECALLED:g} of what is kept, where that is faster; it changes what the model says; with "
+            "KV on disk --kv-recall-reuse is tried as well, which does not, but --kv-recall-together is not: it changes more"
+        )
         group.truth("--allow-recall", text=read)
         for one in options_of(PlanRequirements).values():
             group.option(one)

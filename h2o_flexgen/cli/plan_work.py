@@ -28,7 +28,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements
 from h2o_flexgen.planning.predict import BlockPrediction, Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
-from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search
+from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search, told_recall
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.session.machine_source import MachineSource
 from h2o_flexgen.session.opened_model import ModelShapes, system_share
@@ -121,6 +121,7 @@ class FoundReport:
             planned=self.planned,
             limits=self.problem.limits,
             processor=processor(self.problem.machine.device) if request.machine is None else None,
+            named="" if request.machine is None else request.machine.name,
             stored=self.stored,
             measures_heads=request.model.measures_heads,
         )
@@ -144,6 +145,7 @@ class FoundReport:
         yield from self.plan_report.entries()
         yield told("")
         yield from self.why.entries(with_more=self.is_searched)
+        yield from self._assumed()
         yield from self._expected()
         yield from self._searched()
 
@@ -152,6 +154,14 @@ class FoundReport:
         shares = " and ".join(f"{format_bytes(nbytes)} of {NAMES[tier]} memory" for tier, nbytes in left.items())
         words = f"{name}; {shares} left to its system" if shares else name
         return entry("machine", words, machine=name, left_to_system_bytes=left)
+
+    def _assumed(self) -> Iterator[Entry]:
+        """What seconds of this plan are taken from another machine."""
+        machine, traffic = self.problem.machine, self.first.schedule.traffic
+        chosen = any(layer in traffic.choosing and traffic.kv_on_disk(layer, batch) for layer, batch in traffic.kv)
+        if chosen and machine.borrows_small_rates:
+            rates = f"{machine.small_reads_per_s:,.0f} small reads and {machine.small_writes_per_s:,.0f} small writes a second"
+            yield entry("assumed", f"{rates} of the disk, as one machine has: {machine.name} has no figures of its own")
 
     def _expected(self) -> Iterator[Entry]:
         one, prediction, gpus = self.found.best, self.found.best.prediction, self.request.site.gpus
@@ -195,6 +205,7 @@ class FoundReport:
         entries = [
             entry("searched", f"{found.cases} sizes and codecs in {seconds:.1f} s", cases=found.cases, search_seconds=seconds),
             entry("chosen", rule_of(self.problem)),
+            *([entry("recall", recall)] if (recall := told_recall(self.problem, found)) else []),
             *self._table("counted as equal to it:", equal),
             *self._table("next best:", others),
             noted(runners_up=[*map(self._as_row, found.runners_up)]),
@@ -308,7 +319,7 @@ class Why:
         batches = (self.best.plan.num_gpu_batches,)
         plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
         try:
-            same = replace(self.problem, plan=plan, codecs=(), computes=(), batches=batches, attend_on=attend_on)
+            same = replace(self.problem, plan=plan, codecs=(), computes=(), recalls=(), batches=batches, attend_on=attend_on)
             found = search(replace(same, limits=more, with_front=False))
         except NoPlan:
             return None

@@ -49,6 +49,7 @@ from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE, Data
 from h2o_flexgen.schedule.schedule import Schedule
 
 WEIGHTS = "weights"  # the part that holds weights at rest
+READ_BEFORE = "KV read before"  # the part that holds what steps have read of KV on disk
 SHARED = ("activations", "loading", "drafts")  # parts that are there once, however many devices compute
 # of Python's objects: what is known of a tensor, a view of it, and a piece of a file that is read to it
 KNOWN_BYTES, VIEW_BYTES, PIECE_BYTES = 500, 600, 1050
@@ -232,7 +233,7 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
             note_bytes = level.policy.score_bytes if planned.block.only_reads else planned.kv.note_bytes(number)
             _add_level(parts, planned, there, note_bytes, compute)
             if level.policy.reuses_read and not planned.block.only_reads:
-                parts[HOST]["KV read before"] += sum(
+                parts[HOST][READ_BEFORE] += sum(
                     count * region_bytes(layout.reused_bytes(level.policy.reused_tokens(layout)))
                     for place, (layout, count) in there.items()
                     if traffic.kv[place] == DISK

@@ -15,14 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import combinations
+from itertools import combinations, product
+from math import ceil
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS, Site
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, MemoryLimits, footprint
+from h2o_flexgen.planning.footprint import READ_BEFORE, WEIGHTS, Footprint, MemoryLimits, footprint
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.placement import HeldKV
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
@@ -35,9 +36,11 @@ if TYPE_CHECKING:  # functions import it: a plan that is given is run where pulp
 
 PLACED_FIELDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
+FURTHER_ROUNDS = 4  # of cases of which the last plan does not fit
 LACKING = 1e6  # seconds per whole limit that is missing: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
-BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more")  # properties of a case that do not depend on buffers
+# properties of a case that do not depend on buffers
+BOUNDS = ("seating", "steps", "weights_of_steps", "base", "more", "read_before")
 FOUND = (*BOUNDS, "whole", "footprints")  # and those that do not depend on what stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
@@ -65,9 +68,7 @@ class Case:
         return [(kind, tier) for kind in PLACED_FIELDS for tier in self.tiers]
 
     def tiers_of(self, kind: str) -> tuple[str, ...]:
-        """The tiers on which data of a kind may lie under this plan."""
-        allowed = self.plan.tiers_of_kv(self.site) if kind == "kv" else TIERS
-        return tuple(tier for tier in self.tiers if tier in allowed)
+        return tiers_of(kind, self.plan, self.site)
 
     def with_shares(self, **shares: Shares) -> Plan:
         plan = replace(self.plan, **{"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE, **shares})  # type: ignore[arg-type]
@@ -80,6 +81,9 @@ class Case:
         if plan not in self.footprints:
             self.footprints[plan] = footprint(self.planned(plan), self.site)
         return self.footprints[plan]
+
+    def fits(self, plan: Plan) -> bool:
+        return self.limits.first_exceeded(self.footprint(plan)) is None
 
     @cached_property
     def footprints(self) -> dict[Plan, Footprint]:
@@ -179,24 +183,34 @@ class Case:
         of_states = compute.get("states", 0) if self.plan.state is None else 0  # they lie by the shares of KV
         return {WEIGHTS: compute[WEIGHTS], "kv": compute.get("KV", 0) + of_states, "hidden": compute["activations"]}
 
-    def bytes_on(self, tier: str) -> Mapping[str, int]:
-        """The same bytes on this tier, of all processes: weights that already lie on disk take no room there."""
+    @cached_property
+    def read_before(self) -> int:
+        """Bytes of host memory for what steps have read of KV, if all of it is on disk."""
+        if not self.plan.policy.reuses_read or DISK not in self.tiers_of("kv"):
+            return 0
+        return self.footprint(self.with_shares(kv=PLACES[DISK])).parts[HOST].get(READ_BEFORE, 0)
+
+    def bytes_on(self, tier: str) -> Mapping[Corner, int]:
+        """The bytes that data takes on this tier, of all processes, by where it lies: weights that already lie on disk take no
+        room there, and KV on disk takes some in memory, where steps keep what they have read."""
         lies_there = tier == DISK and not self.site.writes_weights
-        return {
-            kind: 0 if lies_there and kind == WEIGHTS else nbytes * self.limits.copies(tier, kind)
+        found = {
+            (kind, tier): 0 if lies_there and kind == WEIGHTS else nbytes * self.limits.copies(tier, kind)
             for kind, nbytes in self.bytes_of.items()
         }
+        return {**found, ("kv", DISK): self.read_before * self.limits.copies(HOST, READ_BEFORE)} if tier == HOST else found
 
     def has_room_for(self, stays: tuple[str, ...]) -> bool:
         """Whether the fastest tier can hold these kinds of data whole, if it holds nothing else."""
-        limit, nbytes = self.limits.of(self.tiers[0]), self.bytes_on(self.tiers[0])
-        return limit is None or sum(nbytes[kind] for kind in (*self.stays, *stays)) <= limit
+        fastest = self.tiers[0]
+        limit, nbytes = self.limits.of(fastest), self.bytes_on(fastest)
+        return limit is None or sum(nbytes[kind, fastest] for kind in (*self.stays, *stays)) <= limit
 
     def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, exact under this plan and a good guess near it."""
         return {
             tier: self.limits.needs(exact, tier)
-            - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_on(tier).items())
+            - sum(getattr(plan, kind).of(place) * nbytes for (kind, place), nbytes in self.bytes_on(tier).items())
             for tier in self.tiers
         }
 
@@ -255,28 +269,63 @@ def solve(cases: Sequence[Case]) -> list[BestShares]:
     """The best answer for each case that has one."""
     best: dict[int, BestShares] = {}
     anchors = [_first_anchor(case) for case in cases]
-    left, known = list(range(len(cases))), dict[int, Plan]()
-    for _ in range(ROUNDS):
-        plans = dict(zip(left, _solve_once([cases[number] for number in left], [anchors[number] for number in left])))
-        left = [number for number, plan in plans.items() if known.get(number) != plan]  # the others would have it again
-        known.update(plans)
-        for number in left:
-            case, plan = cases[number], plans[number]
-            needed = case.footprint(plan)
-            anchors[number] = case.anchored(plan, needed)
-            if case.limits.first_exceeded(needed) is None:
-                answer = BestShares(case, plan, seconds_at(case, plan))
-                if number not in best or order(answer) < order(best[number]):
-                    best[number] = answer
+    left, known, again = list(range(len(cases))), dict[int, Plan](), set[int]()
+    for place in range(ROUNDS + FURTHER_ROUNDS):
         if not left:
             break
+        plans = dict(zip(left, _solve_once([cases[number] for number in left], [anchors[number] for number in left])))
+        left = []
+        for number, plan in plans.items():
+            case, is_known, anchor = cases[number], known.get(number) == plan, plan
+            known[number] = plan
+            if _take(best, number, case, plan):
+                if is_known or place >= ROUNDS - 1:
+                    continue  # it would have this again, or has had its rounds
+            elif is_known or (place >= ROUNDS and number not in best):
+                least = None if number in again else _first_offloaded(case)
+                again.add(number)
+                if least is None and is_known:
+                    continue
+                anchor = least or plan
+                _take(best, number, case, anchor)
+            anchors[number] = case.anchored(anchor, case.footprint(anchor))
+            left.append(number)
     for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
-        plan = case.with_shares()
-        if case.limits.first_exceeded(case.whole) is None and (
-            number not in best or seconds_at(case, plan) <= best[number].seconds
-        ):
-            best[number] = BestShares(case, plan, seconds_at(case, plan))
+        _take(best, number, case, case.with_shares())
     return [best[number] for number in sorted(best)]
+
+
+def _take(best: dict[int, BestShares], number: int, case: Case, plan: Plan) -> bool:
+    """Keeps a plan that fits, if it is better than the best so far, and says whether it fits."""
+    if not case.fits(plan):
+        return False
+    answer = BestShares(case, plan, seconds_at(case, plan))
+    if number not in best or order(answer) < order(best[number]):
+        best[number] = answer
+    return True
+
+
+def _first_offloaded(case: Case) -> Plan | None:
+    """A plan that fits, to begin again from where no round finds one: rings of buffers and large tensors are there or not."""
+    staying = dict.fromkeys(case.stays, PLACES[case.tiers[0]])
+    plans = (replace(plan, **staying) for plan in offloaded(case.spec, case.plan, case.site))  # type: ignore[arg-type]
+    return next(filter(case.fits, plans), None)
+
+
+def tiers_of(kind: str, plan: Plan, site: Site) -> tuple[str, ...]:
+    """The tiers of a site on which data of a kind may lie under a plan."""
+    there, allowed = TIERS if site.accelerator else (HOST, DISK), plan.tiers_of_kv(site) if kind == "kv" else TIERS
+    return tuple(tier for tier in there if tier in allowed)
+
+
+def offloaded(spec: ModelSpec, plan: Plan, site: Site) -> Iterator[Plan]:
+    """The plan with everything on the slowest tier, as far as it may lie there. Then with more and more a tier above: rings of
+    buffers take room too, and a disk may be full. Weights are the last, and the largest tensors of them come before all."""
+    places = {kind: [PLACES[tier] for tier in reversed(tiers_of(kind, plan, site)[-2:])] for kind in PLACED_FIELDS}
+    large = sum(spec.weight_sizes[name] for name in spec.outsized) / sum(spec.weight_sizes.values())
+    weights = dict.fromkeys((places[WEIGHTS][0], Shares(0.0, ceil(100 * large) / 100), places[WEIGHTS][-1]))
+    for of_weights, kv, hidden in product(weights, places["kv"], places["hidden"]):
+        yield replace(plan, weights=of_weights, kv=kv, hidden=hidden)
 
 
 def order(answer: BestShares) -> tuple[float, float]:
@@ -352,7 +401,7 @@ def _case(
         limit = case.limits.of(tier)
         if limit is not None:  # in shares of the limit, so that coefficients are near 1; a full disk has none
             unit = limit or sum(case.bytes_of.values())
-            held = pulp.lpSum(shares[kind, tier] * (nbytes / unit) for kind, nbytes in case.bytes_on(tier).items())
+            held = pulp.lpSum(shares[corner] * (nbytes / unit) for corner, nbytes in case.bytes_on(tier).items())
             constraints.append(held + anchor[tier] / unit <= limit / unit + lacking[tier])
     total = pulp.lpSum(weight * step for weight, step in zip(case.weights_of_steps, seconds))
     scale = TIE * sum(weight * max(bounds.values()) for weight, bounds in zip(case.weights_of_steps, case.base))

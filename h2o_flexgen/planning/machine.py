@@ -81,6 +81,11 @@ class Machine:
         return self.device != "cpu"
 
     @property
+    def borrows_small_rates(self) -> bool:
+        """Whether its rates of single pages were not measured, so that they are those of one machine."""
+        return self.small_reads_per_s == Machine.small_reads_per_s
+
+    @property
     def multiplies(self) -> tuple[str, ...]:
         """The types of 16 bits for which the rate of products is known."""
         return tuple(dtype for dtype in self.flops_per_s if DTYPE_BYTES.get(dtype) == 2)

@@ -293,6 +293,14 @@ class Plan:
             first = f"{instead}, or " if instead else ""
             raise ValueError(f"kv_recall {self.policy.recall:g} cannot be had with {what}; {first}leave kv_recall out")
 
+    def recalling(self, share: float, reuse: bool = False) -> Plan:
+        """The plan with decode steps that attend this share."""
+        return replace(self, kv_options=replace(self.kv_options, kv_recall=share, kv_recall_reuse=reuse))
+
+    def without_reuse(self) -> Plan:
+        """The plan in which steps keep nothing of what they have read."""
+        return replace(self, kv_options=replace(self.kv_options, kv_recall_reuse=False))
+
     def tiers_of_kv(self, site: Site) -> tuple[str, ...]:
         """The tiers on which KV may lie: where steps choose what they attend, and there is a GPU, all of it lies in memory."""
         return TIERS if not site.accelerator or self.policy.recall == ALL else (DEVICE, HOST)

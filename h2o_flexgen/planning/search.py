@@ -16,15 +16,15 @@ from itertools import product
 from math import log2
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import DEVICE, Site
+from h2o_flexgen.core.site import DEVICE, DISK, Site
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.linear_program import (
-    PLACES,
     BestShares,
     Case,
+    offloaded,
     order,
     seconds_at,
     solve,
@@ -32,9 +32,9 @@ from h2o_flexgen.planning.linear_program import (
     with_buffers,
 )
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
+from h2o_flexgen.planning.plan import ALL_DEVICE, LEAST_PLACED, Plan
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, largest, more_memory
+from h2o_flexgen.planning.workload_plan import UNLIKE_BYTES, DoesNotFit, WorkloadPlan, largest, more_memory
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
@@ -48,7 +48,6 @@ SIMULATED_AT_MOST = 10  # the limit if simulations fall behind what the program 
 REFINED = 6  # good answers on the grid for which the neighbours are tried
 HOPELESS = 0.5  # share of the soonest block's seconds below which no plan keeps a latency limit
 LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit within which the program must promise to end
-ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
 BUFFERS = (3, 4, 6, 8)  # numbers of buffers that are tried, one after the other, where none is given
 WITH_BUFFERS = 4  # plans, the best that were simulated, that are tried with as many buffers as the best has
@@ -141,6 +140,7 @@ class SearchResult:
     front: tuple[Candidate, ...]  # fastest block first: none has both more tokens per second and less latency than another
     cases: int  # cases that the program has solved
     equals: int = 0  # so many runners-up, the first ones, counted as equal to the best
+    unlike: Candidate | None = None  # where a search may have steps choose what they attend: the best of those that do, or not
 
     @property
     def all(self) -> tuple[Candidate, ...]:
@@ -181,6 +181,7 @@ def _search(problem: SearchProblem) -> SearchResult:
         front=_front(trial.candidate for trial in tried.best_of.values()),
         cases=cases,
         equals=min(len(near), SIMULATED) - 1,
+        unlike=next((one for one in in_time if one.plan.policy.recall != best.plan.policy.recall), None),
     )
 
 
@@ -252,7 +253,8 @@ class TriedPlans:
         block = _block_of(self.problem, answer.plan)
         if block not in self.best_of:
             if thoroughly and not answer.is_thorough:
-                answer = next(map(partial(_faster, answer), solve_thoroughly([answer.case])), answer)
+                better = (one for one in solve_thoroughly([answer.case]) if not _keeps_nothing(self.problem, one.plan))
+                answer = next(map(partial(_faster, answer), better), answer)
             self.best_of[block] = self._trial(_in_larger_parts(self.problem, answer))
         return self.best_of[block]
 
@@ -282,7 +284,7 @@ class TriedPlans:
         if answer is not None and not self.could_be_better(answer, than):
             return trial  # the number is not noted: by itself, the block may still be faster with it
         self.numbers_tried.add((block, buffers))
-        if answer is None or not self.problem.fits(answer.plan):
+        if answer is None or _keeps_nothing(self.problem, answer.plan) or not self.problem.fits(answer.plan):
             return trial
         other = self._trial(answer)
         was, now = (_order(self.problem, one)[0] for one in (before, other.candidate))
@@ -360,7 +362,8 @@ def _answers(problem: SearchProblem) -> tuple[list[BestShares], int]:
         answers, asked = [*answers, *solve(finer)], asked + len(finer)
     best = sorted(answers, key=lambda answer: _rank(problem, answer))[:REFINED]
     better = {id(one.case): one for one in solve_thoroughly([answer.case for answer in best])}
-    return [_faster(answer, better.get(id(answer.case), answer)) for answer in answers], asked
+    answers = [_faster(answer, better.get(id(answer.case), answer)) for answer in answers]
+    return [answer for answer in answers if not _keeps_nothing(problem, answer.plan)], asked
 
 
 def _faster(one: BestShares, other: BestShares) -> BestShares:
@@ -402,23 +405,39 @@ def _bases(problem: SearchProblem) -> Iterator[Plan]:
         if problem.can_compute(compute, weights):
             base = replace(problem.plan, weight_codec=weights, kv_codec=kv, compute=compute, attend_on=attend_on)
             yield base
-            yield from filter(None, (_recalling(problem, base, share) for share in problem.recalls))
+            for share in problem.recalls:
+                if not why_not_to_recall(problem, base, share):
+                    yield from _recalling(problem, base, share)
 
 
-def _recalling(problem: SearchProblem, base: Plan, share: float) -> Plan | None:
-    """The plan with decode steps that attend a share; None where that is not to be had."""
+def _recalling(problem: SearchProblem, base: Plan, share: float) -> Iterator[Plan]:
+    """The plan with decode steps that attend a share. What was read may stay in memory where KV may lie on disk and all of it
+    is kept: that changes no token."""
+    plan = base.recalling(share, base.kv_options.kv_recall_reuse)
+    yield from () if plan == base else (plan,)
+    if plan.policy.keeps_all and not plan.policy.reuses_read and DISK in plan.tiers_of_kv(problem.site):
+        yield base.recalling(share, reuse=True)
+
+
+def why_not_to_recall(problem: SearchProblem, base: Plan, share: float) -> str:
+    """Why decode steps cannot attend a share; nothing where they can."""
     try:
-        plan = replace(base, kv_options=replace(base.kv_options, kv_recall=share))
+        plan = base.recalling(share)
         plan.refuse_recall(problem.model(plan), problem.site)
-    except ValueError:
-        return None
-    return None if plan == base else plan
+    except ValueError as refused:
+        return str(refused).partition(";")[0]
+    return ""
+
+
+def _keeps_nothing(problem: SearchProblem, plan: Plan) -> bool:
+    """Whether what was read would stay in memory without being asked for, and nothing is read: the same plan without is another
+    answer."""
+    return plan.policy.reuses_read and not problem.plan.policy.reuses_read and plan.kv.disk <= LEAST_PLACED
 
 
 def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:
     """Sizes that fit with as much as possible on the slowest tier: with more on faster tiers nothing more fits."""
     prompts = problem.workload.num_prompts if problem.workload else None
-    offloaded = replace(base, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
     reach = MOST_ROWS
     for batches in sorted(problem.batches or NUMBERS_OF_BATCHES):
         most = min(MOST_ROWS, reach + -(-reach // 8))  # with more batches hardly any larger ones fit
@@ -427,7 +446,7 @@ def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:
             continue  # too few prompts for this size
 
         def fits(size: int, batches: int = batches) -> bool:
-            plan = replace(offloaded, gpu_batch_size=size, num_gpu_batches=batches)
+            plan = replace(base, gpu_batch_size=size, num_gpu_batches=batches)
             return any(map(problem.fits, _offloaded(problem, plan)))
 
         if problem.batch_sizes:  # a chosen size may exceed the number of prompts
@@ -440,14 +459,7 @@ def _blocks(problem: SearchProblem, base: Plan) -> Iterator[tuple[int, int]]:
 
 
 def _offloaded(problem: SearchProblem, plan: Plan) -> Iterator[Plan]:
-    """The plan with everything on the slowest tier, as far as it may lie there; then with more and more on the host, because
-    rings of buffers take room too, and a disk may be full."""
-    slowest = PLACES[plan.tiers_of_kv(problem.site)[-1]]
-    in_memory = ON_HOST if slowest == ON_DISK else slowest
-    yield replace(plan, kv=slowest)
-    yield replace(plan, kv=slowest, hidden=ON_HOST)
-    yield replace(plan, kv=in_memory, hidden=ON_HOST)
-    yield replace(plan, weights=ON_HOST, kv=in_memory, hidden=ON_HOST)
+    return offloaded(problem.model(plan), plan, problem.site)
 
 
 # -- which is best ---------------------------------------------------------------------------------------------------------
@@ -485,6 +497,21 @@ def rule_of(problem: SearchProblem) -> str:
     if problem.prefer == LATENCY:
         return f"of plans with a latency within {NEAR:.0%} of the lowest, which count as equal, the one with most tokens/s"
     return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one with the lowest latency"
+
+
+def told_recall(problem: SearchProblem, found: SearchResult) -> str:
+    """What became of a recall that the search may have taken, in words; nothing where it may not."""
+    if not problem.recalls:
+        return ""
+    plan, unlike = found.best.plan, found.unlike
+    if plan.policy.recall in problem.recalls:
+        kept = ", and what they have read stays in memory (--kv-recall-reuse)" if plan.policy.reuses_read else ""
+        other = f"the best has {unlike.tokens_per_second:.3f} tokens/s" if unlike else "no plan is near it"
+        return f"steps attend {plan.policy.recall:g} of what is kept{kept}; of those that attend all, {other}"
+    if unlike is not None:
+        return f"none is taken: the best plan with it has {unlike.tokens_per_second:.3f} tokens/s"
+    refused = filter(None, (why_not_to_recall(problem, problem.plan, share) for share in problem.recalls))
+    return f"none is taken: {next(refused, 'no plan with it promises as much, or none fits')}"
 
 
 def _in_larger_parts(problem: SearchProblem, answer: BestShares) -> BestShares:
@@ -538,23 +565,42 @@ def refuse_what_never_fits(problem: SearchProblem) -> None:
 def _smallest(problem: SearchProblem) -> Iterator[Plan]:
     """One row, with everything on the slowest tier."""
     for base in _bases(problem):
-        offloaded = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
-        yield from _offloaded(problem, offloaded)
+        yield from _offloaded(problem, replace(base, gpu_batch_size=1, num_gpu_batches=1))
 
 
 def nearest_miss(problem: SearchProblem) -> str:
     """What the smallest of all plans lacks."""
+    misses = _misses(problem)
+    if misses is None:
+        return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
+    more, tier, need, limit = min(misses)
+    return (
+        f"no plan fits: even one row with as much offloaded as helps needs {format_bytes(need)} on {tier}, "
+        f"and the limit is {format_bytes(limit)}; {more_memory(tier, more, need)}{_told_less(problem, need, tier)}"
+    )
+
+
+def _misses(problem: SearchProblem) -> list[tuple[int, str, int, int]] | None:
+    """What each of the smallest plans lacks on a tier, the tier, what it needs there, and its limit; None where one fits."""
     misses = []
     for plan in _smallest(problem):
         needed = problem.largest(plan).footprint
         tier = problem.limits.first_exceeded(needed)
         if tier is None:
-            return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
+            return None
         need, limit = problem.limits.needs(needed, tier), problem.limits.of(tier)
         assert limit is not None
         misses.append((need - limit, tier, need, limit))
-    more, tier, need, limit = min(misses)
-    return (
-        f"no plan fits: even one row with everything offloaded needs {format_bytes(need)} on {tier}, "
-        f"and the limit is {format_bytes(limit)}; {more_memory(tier, more, need)}"
-    )
+    return misses
+
+
+def _told_less(problem: SearchProblem, need: int, tier: str) -> str:
+    """What is enough where steps keep nothing of what they have read, if they would and that is more."""
+    if not problem.plan.policy.reuses_read:
+        return ""
+    misses = _misses(replace(problem, plan=problem.plan.without_reuse()))
+    if misses is None:
+        return ", or leave kv_recall_reuse out, and it fits"
+    _, its_tier, least, _ = min(misses)
+    is_less = its_tier == tier and least < need
+    return f", or leave kv_recall_reuse out: then {format_bytes(least + UNLIKE_BYTES)} are enough" if is_less else ""

@@ -18,7 +18,15 @@ from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
-from h2o_flexgen.planning.search import MOST_ROWS, Candidate, SearchProblem, SearchResult, refuse_what_never_fits, search
+from h2o_flexgen.planning.search import (
+    MOST_ROWS,
+    Candidate,
+    SearchProblem,
+    SearchResult,
+    refuse_what_never_fits,
+    search,
+    told_recall,
+)
 from h2o_flexgen.planning.working_space import LOGITS_AT_ONCE
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.session.loaded_model import LoadedModel
@@ -52,6 +60,8 @@ class PlanSearch:
         machine, best = self.problem.machine, self.result.best
         yield f"machine   {machine.name}; its busiest part will be {best.prediction.busiest_lane}"
         yield f"found     in {self.seconds:.1f} s among {self.result.cases} sizes of batch and block"
+        if recall := told_recall(self.problem, self.result):
+            yield f"recall    {recall}"
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,21 @@ def test_another_machine_has_kernels_for_its_gpu_whatever_is_installed_here(
     assert found[0] == found[1] and found[0][0] == "triton"
 
 
+def test_kernels_of_this_machine_are_not_called_those_of_another(command: Any) -> None:
+    result = command(*WORK)
+    (line,) = (line for line in result.out if line.startswith("kernels "))
+    here = native.processor("cpu").kernels
+    assert line.endswith(f"was measured with; working space is counted as with those of this machine, {here}")
+    assert result.json["kernels"] is None
+
+
+def test_rates_of_small_reads_that_were_not_measured_are_said_where_they_count(command: Any) -> None:
+    flags = (*WORK, "--evaluate", "--kv-recall", 0.5, "--percent", 0, 100, 0)
+    said = "assumed   92,000 small reads and 50,000 small writes a second of the disk, as one machine has: "
+    for on_host, is_said in ((0, True), (100, False)):
+        assert any(line.startswith(said) for line in command(*flags, on_host, 0, 100).out) is is_said
+
+
 def test_what_fits_is_not_offloaded_and_it_says_so(command: Any) -> None:
     result = command(*WORK)
     assert result.json["plan"]["weights"]["host"] == result.json["plan"]["kv"]["host"] == 1

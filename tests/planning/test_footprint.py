@@ -64,7 +64,7 @@ from h2o_flexgen.planning.working_space import (
     picking_bytes,
     working_bytes,
 )
-from h2o_flexgen.planning.workload_plan import WorkloadPlan, what_would_fit
+from h2o_flexgen.planning.workload_plan import UNLIKE_BYTES, WorkloadPlan, what_would_fit
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.params import SamplingParams
@@ -961,6 +961,15 @@ def test_recorded_steps_have_what_prompts_need_where_these_are_over_before(sched
     assert (of_long > 0) == (schedule == "row_by_row")
 
 
+def test_a_refusal_says_where_a_plan_that_keeps_nothing_of_what_was_read_would_fit() -> None:
+    plan = Plan.create(kv_recall=0.1, kv_recall_reuse=True, gpu_batch_size=1).with_percent((0, 100, 0, 0, 0, 100)).at(Site())
+    request = WorkloadPlan(tiny_spec(8, 64), plan, Workload((2000,), 12), Site())
+    without = replace(request, plan=plan.without_reuse()).footprint.total(HOST)
+    for least, is_named in ((without, True), (without - 1, False)):
+        told = what_would_fit(request, MemoryLimits(host=least))
+        assert ("no kv_recall_reuse" in told) is is_named
+
+
 def test_a_refusal_says_where_a_plan_without_graphs_would_fit() -> None:
     request = recording("row_by_row")
     without = replace(request, plan=replace(request.plan, graphs="off"))
@@ -978,10 +987,11 @@ def test_where_nothing_fits_it_is_said_with_how_much_something_would(tier: str, 
         request.refuse_what_does_not_fit(MemoryLimits(**{tier: 1}))
     said = rf"the smallest needs (.*?) on {tier}; give (.*?) more on {tier} \({option}='(\d+)MB'\)$"
     need, more, enough = re.findall(said, str(told.value))[0]
-    assert need == more, "the limit is a byte"
-    assert parse_bytes(need.replace(" ", "")) == pytest.approx(1e6 * int(enough), rel=0.01)
+    needed, given = (parse_bytes(one.replace(" ", "")) for one in (need, more))
+    assert given == pytest.approx(needed + UNLIKE_BYTES, abs=10_001), "the limit is a byte, and two decimals are shown"
+    assert needed + UNLIKE_BYTES - 10_000 <= 1e6 * int(enough) <= needed + UNLIKE_BYTES + 1e6 + 10_000
     assert "would fit: " in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * int(enough)}))
-    assert "the smallest needs" in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * (int(enough) - 1)}))
+    assert "the smallest needs" in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * (int(enough) - 2)}))
 
 
 @pytest.mark.parametrize(

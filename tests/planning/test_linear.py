@@ -151,14 +151,30 @@ def test_no_plan_of_a_grid_that_fits_is_better(values: dict[str, Any]) -> None:
     lengths, spec = [list(batch) for batch in values["lengths"]], tiny_spec(blocks=8, width=32)
     case = limited(case_of(values["accelerator"], lengths, spec, buffers=values["buffers"]), values["share"], 0.6)
     every = (dict(zip(PLACED_FIELDS, shares)) for shares in product(shares_of(case.tiers), repeat=3))
-    fitting = [plan for kinds in every if fits(case, plan := replace(case.plan, **kinds))]
+    fitting = [plan for kinds in every if case.fits(plan := replace(case.plan, **kinds))]
     (answer,) = solve_thoroughly([case])
-    assert fits(case, answer.plan) and answer.plan.percent != case.with_shares().percent, "something has to go"
+    assert case.fits(answer.plan) and answer.plan.percent != case.with_shares().percent, "something has to go"
     assert fitting and answer.seconds <= 1.02 * min(seconds_at(case, plan) for plan in fitting), "but for whole per cent"
 
 
-def fits(case: Case, plan: Plan) -> bool:
-    return case.limits.first_exceeded(case.footprint(plan)) is None
+def test_kv_on_disk_takes_memory_where_what_was_read_stays_there() -> None:
+    """The more of it is there, the more: what else is held is the same then."""
+    case = case_of(False, [[1000]] * 2, tiny_spec(blocks=10, width=64), kv_recall=0.1, kv_recall_reuse=True)
+    assert case.read_before > 0 == replace(case, plan=case.plan.without_reuse()).read_before
+    plans = [case.with_shares(kv=Shares(0.0, on_host)) for on_host in (0.2, 0.5, 0.8)]
+    first, *others = (case.anchored(plan, case.footprint(plan))[HOST] for plan in plans)
+    assert others == pytest.approx([first] * 2, abs=0.05 * case.read_before)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.75])
+def test_rounds_go_on_until_an_answer_fits(share: float) -> None:
+    """Also where the first ones end at plans that whole layers make too large, or that go in a circle."""
+    lengths, spec = [[1000, 1000]] * 2, tiny_spec(blocks=8, width=64)
+    case = limited(case_of(False, lengths, spec, kv_recall=0.1, kv_recall_reuse=True), share)
+    every = product((0.0, 0.5, 1.0), (0.0, 0.1, 0.2), (0.0, 1.0))
+    plans = (case.with_shares(**dict(zip(PLACED_FIELDS, (Shares(0.0, one) for one in hosts)))) for hosts in every)
+    (answer,) = solve([case])
+    assert case.fits(answer.plan) and answer.seconds <= 1.02 * min(seconds_at(case, plan) for plan in plans if case.fits(plan))
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
@@ -166,7 +182,7 @@ def fits(case: Case, plan: Plan) -> bool:
 def test_its_answers_fit(accelerator: bool, share: float) -> None:
     case = limited(case_of(accelerator, RAGGED), share, share)
     for answer in solve([case]):
-        assert fits(case, answer.plan)
+        assert case.fits(answer.plan)
         assert answer.seconds == pytest.approx(seconds_at(case, answer.plan))
         assert all(float(share).is_integer() for share in answer.plan.percent)
 
@@ -187,7 +203,7 @@ def test_of_equal_promises_the_one_that_offloads_least_is_taken() -> None:
     as_resident = replace(answer.plan, weights=replace(answer.plan.weights, host=answer.plan.weights.host + 0.05))
     everything_off = answer.plan.with_percent((0, 0, 0, 0, 0, 0))
     assert seconds_at(case, everything_off) == pytest.approx(answer.seconds), "nothing depends on what is read"
-    assert answer.plan.weights.host >= 0.5 and not fits(case, as_resident)
+    assert answer.plan.weights.host >= 0.5 and not case.fits(as_resident)
 
 
 def test_cases_that_are_solved_together_are_answered_as_if_alone() -> None:

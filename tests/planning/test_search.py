@@ -34,6 +34,7 @@ from h2o_flexgen.planning.search import (
     TriedPlans,
     nearest_miss,
     search,
+    told_recall,
 )
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
 from tests.helpers.samples import first_of, spread
@@ -172,6 +173,50 @@ def test_a_share_is_not_attended_where_that_is_not_done() -> None:
     ):
         found = search(replace(asked, recalls=(0.1,)))
         assert {one.plan.policy.recall for one in (found.best, *found.all)} == {1.0}
+        told = told_recall(replace(asked, recalls=(0.1,)), found)
+        assert told == "none is taken: kv_recall 0.1 cannot be had with draft='ngram'"
+
+
+def test_what_was_read_stays_in_memory_where_a_share_comes_from_a_disk_and_that_is_faster() -> None:
+    """Without being asked for: that changes no token. Where no KV is on disk, nothing is kept."""
+    model, sizes = sized(tiny_spec(blocks=8, width=64)), {"batch_sizes": (1,), "batches": (16,)}
+    asked = problem(workload=Workload.uniform(16, 2000, 10), model=model, recalls=(0.1,), **sizes)
+    whole = asked.largest(Plan(gpu_batch_size=1, num_gpu_batches=16).recalling(0.1).at(Site())).footprint.total(HOST)
+    scarce_memory, enough = (replace(asked, limits=MemoryLimits(host=int(room * whole))) for room in (0.7, 1.0))
+    found = search(scarce_memory)
+    assert found.best.plan.policy.reuses_read and found.best.plan.kv.disk > 0
+    assert "stays in memory (--kv-recall-reuse); of those that attend all, the best has" in told_recall(scarce_memory, found)
+    without = search(replace(scarce_memory, recalls=(), plan=Plan().recalling(0.1)))
+    assert not without.best.plan.policy.reuses_read and told_recall(replace(asked, recalls=()), without) == ""
+    assert found.best.tokens_per_second > without.best.tokens_per_second
+    assert not any(one.plan.policy.reuses_read for one in search(enough).all)
+
+
+def test_what_became_of_a_share_that_may_be_attended_is_said() -> None:
+    asked = problem(workload=Workload.uniform(8, 400, 10), batch_sizes=(4,), batches=(2,), recalls=(0.1,))
+    found = search(asked)
+    one = replace(found.best, plan=found.best.plan.recalling(0.1))
+    rate = f"has {found.best.tokens_per_second:.3f} tokens/s"
+    told = {
+        told_recall(asked, replace(found, unlike=one)): f"none is taken: the best plan with it {rate}",
+        told_recall(asked, replace(found, unlike=None)): "none is taken: no plan with it promises as much, or none fits",
+        told_recall(asked, replace(found, best=one, unlike=found.best)): (
+            f"steps attend 0.1 of what is kept; of those that attend all, the best {rate}"
+        ),
+    }
+    assert [*told] == [*told.values()]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_plan_is_found_where_rings_of_buffers_leave_room_for_few(reuse: bool) -> None:
+    """As soon as anything is on disk, buffers take more than it frees."""
+    plan = Plan.create(kv_recall=0.1, kv_recall_reuse=reuse)
+    asked = problem(
+        workload=Workload.uniform(2, 1000, 40), model=sized(tiny_spec(blocks=8, width=64)), plan=plan, batches=(1, 2)
+    )
+    whole = asked.largest(replace(plan, gpu_batch_size=2).at(Site())).footprint.total(HOST)
+    asked = replace(asked, limits=MemoryLimits(host=int(0.9 * whole)))
+    assert asked.fits(search(asked).best.plan)
 
 
 @pytest.mark.parametrize("attend_on", [DEVICE, HOST])
@@ -334,8 +379,35 @@ def test_what_is_lacking_is_named_and_with_so_much_more_it_fits(accelerator: boo
     match = re.search(said, line)
     assert match and "\n" not in line, line
     assert parse_bytes(match[2]) >= limits.host + parse_bytes(match[1].replace(" ", "")) - 20_000  # type: ignore[operator]
-    more = parse_bytes(match[1].replace(" ", "")) + 20_000  # two decimals are shown, and shares are whole per cents
-    assert search(replace(asked, limits=replace(limits, host=limits.host + more))).best  # type: ignore[operator]
+    differing = 900_000  # what processes hold by themselves
+    assert search(replace(asked, limits=replace(limits, host=parse_bytes(match[2]), host_base=differing))).best
+
+
+def test_the_least_that_is_named_is_the_least_of_all_shares() -> None:
+    """Large tensors stay in memory where their buffers would take more."""
+    spec = sized(tiny_spec(blocks=2, width=64, vocab=20_000))
+    asked = problem(limits=MemoryLimits(host=1 << 20), model=spec, batches=())
+    one = Plan(gpu_batch_size=1)
+    every = (replace(one, weights=Shares(0.0, of_weights / 20), hidden=Shares(0.0, 1.0)) for of_weights in range(21))
+    kinds = (replace(plan, kv=Shares(0.0, of_kv)) for plan in every for of_kv in (0.0, 1.0))
+    least = min(asked.largest(plan).footprint.total(HOST) for plan in kinds)
+    told = re.search("needs (.*?) on host", nearest_miss(asked))
+    assert told is not None and parse_bytes(told[1].replace(" ", "")) <= 1.001 * least
+    on_disk = asked.largest(one.with_percent((0,) * 6)).footprint.total(HOST)
+    assert least < 0.95 * on_disk
+
+
+def test_what_was_read_is_not_called_needed() -> None:
+    plan = Plan.create(kv_recall=0.1, kv_recall_reuse=True)
+    model = sized(tiny_spec(blocks=8, width=64))
+    asked = problem(model=model, prompt_len=3000, plan=plan, limits=MemoryLimits(host=1 << 20))
+    told = re.search(r", or leave kv_recall_reuse out: then (.*) are enough$", nearest_miss(asked))
+    assert told is not None
+    enough = MemoryLimits(host=parse_bytes(told[1].replace(" ", "")))
+    with pytest.raises(NoPlan):
+        search(replace(asked, limits=enough))
+    assert nearest_miss(replace(asked, limits=enough)).endswith(", or leave kv_recall_reuse out, and it fits")
+    assert search(replace(asked, limits=enough, plan=plan.without_reuse())).best
 
 
 def test_sizes_that_do_not_fit_are_not_called_too_little_memory_for_one_row() -> None:

@@ -53,6 +53,7 @@ class PlanReport:
     measures_heads: bool = False  # a run of it does, before
     is_of_config: bool = False  # its files were not opened
     folder_to_make: Path | None = None  # the offload folder, if it was named and is not there
+    named: str = ""  # another machine, of which only its profile is known
 
     @classmethod
     def of(cls, loaded: LoadedModel, planned: WorkloadPlan, arriving: bool = False) -> PlanReport:
@@ -118,8 +119,7 @@ class PlanReport:
         yield from self._of_devices()
         if self.tokenizer_note:
             yield entry("tokens", self.tokenizer_note)
-        kernels = self.planned.site.processor.kernels
-        yield entry("kernels", kernels, kernels=kernels)
+        yield self._of_kernels()
         nbytes = self.packing.nbytes if self.packing else 0
         yield told(*[f"the weights are packed first, once: {self.packing}"] * (nbytes > 0), bytes_to_pack=nbytes)
         if self.folder_to_make is not None:
@@ -132,6 +132,14 @@ class PlanReport:
             yield told("no GPU: what was meant for it lives in host memory")
         yield told("", *self._shares(), placed_bytes=placed_bytes(self.first))
         yield from self._of_tiers()
+
+    def _of_kernels(self) -> Entry:
+        """Those that compute. What kernels in C another machine has, its profile does not name."""
+        kernels = self.planned.site.processor.kernels
+        if not self.named or self.planned.site.accelerator:
+            return entry("kernels", kernels, kernels=kernels)
+        here = f"working space is counted as with those of this machine, {kernels}"
+        return entry("kernels", f"those that {self.named} was measured with; {here}", kernels=None)
 
     def _of_model(self) -> Iterator[Entry]:
         spec, codec = self.planned.spec, self.planned.plan.weight_codec
