@@ -1,10 +1,9 @@
 /* The slots that a step attends where it reads a share of them: those that its queries would give most attention, as an index of
    packed keys says it.
 
-   First come the scores of all queries, in pieces of slots: a score depends on its slot alone. Then each KV head by itself makes
-   shares of them and finds the slots whose sums over its query heads are highest. These sums are not negative, so that their bits
-   rank as they do. Counting how many have the same upper bits finds the lowest one that is chosen, in three rounds of ever lower
-   bits.
+   First come the scores of all queries: a score depends on its slot alone. Then each KV head by itself makes shares of them and
+   finds the slots whose sums over its query heads are highest. These sums are not negative, so that their bits rank as they do.
+   Counting how many have the same upper bits finds the lowest one that is chosen, in three rounds of ever lower bits.
 
    A thread does both for a whole KV head of a row, with room of its own. Where there are fewer of these than threads, each has its
    room, and the threads share the pieces. Either way the bits are the same.
@@ -77,10 +76,10 @@ static ALWAYS_INLINE float *room_at(const choosing *c, long number)
     return c->room + number * (c->group + 1) * c->capacity;
 }
 
-/* Scores the piece of slots that begins at `start`. */
-static void score(const choosing *c, long unit, long start, float *shares)
+/* Scores the slots that begin at `start`, so many at most. */
+static void score(const choosing *c, long unit, long start, long count, float *shares)
 {
-    const long row = unit / c->kv_heads, head = unit % c->kv_heads, held = least(c->held[row] - start, PIECE);
+    const long row = unit / c->kv_heads, head = unit % c->kv_heads, held = least(c->held[row] - start, count);
     slots from = c->index;
     from.data += start * from.slot;
     for (long query = 0; query < c->group; query += MOST_QUERIES) {
@@ -257,8 +256,7 @@ static void choose_of_head(const void *given, long unit, int member)
         take_all(c, unit);
         return;
     }
-    for (long start = 0; start < c->held[unit / c->kv_heads]; start += PIECE)
-        score(c, unit, start, shares);
+    score(c, unit, 0, c->capacity, shares);
     choose(c, unit, shares);
 }
 
@@ -272,7 +270,7 @@ static void score_piece(const void *given, long number, int member)
     const choosing *c = given;
     const long unit = number / pieces_of(c), start = number % pieces_of(c) * PIECE;
     if (!takes_all(c, unit) && start < c->held[unit / c->kv_heads])
-        score(c, unit, start, room_at(c, unit));
+        score(c, unit, start, PIECE, room_at(c, unit));
 }
 
 static void choose_of_scored(const void *given, long unit, int member)
@@ -303,8 +301,7 @@ static void find_worth_to(const void *given, long unit, int member)
     float *shares = room_of_thread(c, member);
     if (takes_all(c, unit))
         return;
-    for (long start = 0; start < held; start += PIECE)
-        score(c, unit, start, shares);
+    score(c, unit, 0, held, shares);
     find_worth(c, unit, held, shares, worth_to(c, unit));
 }
 

@@ -55,6 +55,21 @@ static ALWAYS_INLINE void add_products(integers *to, words one, words other)
     KEPT(*to);
 }
 
+static ALWAYS_INLINE words all_of(uint32_t value)
+{
+    return value - (words){0};
+}
+
+/* The same of a pair of values in memory that all lanes meet. */
+static ALWAYS_INLINE void add_products_with(integers *to, words one, const uint32_t *pair)
+{
+#if defined(__AVX512VNNI__)
+    __asm__("vpdpwssd %1%{1to16%}, %2, %0" : "+v"(*to) : "m"(*pair), "v"(one)); /* compilers would load it by itself */
+#else
+    add_products(to, one, all_of(*pair));
+#endif
+}
+
 static ALWAYS_INLINE floats floats_of(integers from)
 {
     return __builtin_convertvector(from, floats);
@@ -107,6 +122,23 @@ static ALWAYS_INLINE void find_steps(const char *const *slots, long dim, group_s
         const long scale = 2 * (blocks * BLOCK - groups) + number, minimum = scale + groups; /* places in half words */
         out[number] = (group_steps){bf16_half(ends[scale / 2], scale % 2), bf16_half(ends[minimum / 2], minimum % 2)};
     }
+}
+
+/* The ends of as many slots as there are lanes, word by word: the same as `find_steps` finds, without registers, which products
+   want. What is laid here comes late to one that loads it at once. */
+static ALWAYS_INLINE void lay_ends(const char *const *slots, long dim, words *out, int bits)
+{
+    const long groups = groups_of(dim), end = group_row_bytes(dim, bits) - 4 * groups;
+    for (long word = 0; word < groups; word++)
+#pragma GCC unroll 16
+        for (int slot = 0; slot < LANES; slot++)
+            memcpy((char *)(out + word) + 4 * slot, slots[slot] + end + 4 * word, 4);
+}
+
+static ALWAYS_INLINE group_steps steps_of(const words *ends, long number, long groups)
+{
+    const long minimum = number + groups; /* places in half words */
+    return (group_steps){bf16_half(ends[number / 2], number % 2), bf16_half(ends[minimum / 2], minimum % 2)};
 }
 
 static ALWAYS_INLINE void foresee(const char *start, long count, long stride, long bytes)
@@ -198,17 +230,14 @@ static ALWAYS_INLINE void arrange(const queries_of_head *h, fixed_queries *out, 
         }
 }
 
-static ALWAYS_INLINE words all_of(uint32_t value)
-{
-    return value - (words){0};
-}
-
-static ALWAYS_INLINE void score_tile(const char *const *slots, const fixed_queries *q, long dim, floats *scores, int queries,
-                                     int bits)
+/* `turned` is the first block of words of these slots. While a block meets the queries, the one behind it is turned, and in the end
+   the first one of the next slots: products and turning want other parts of a processor. */
+static ALWAYS_INLINE void score_tile(const char *const *slots, const char *const *next, const fixed_queries *q, long dim,
+                                     turning *turned, floats *scores, int queries, int bits)
 {
     const int blocks = GROUP * bits / 32 / BLOCK, pairs = 16 / bits;
-    group_steps steps[MOST_GROUPS];
-    find_steps(slots, dim, steps, bits);
+    words ends[MOST_GROUPS];
+    lay_ends(slots, dim, ends, bits);
 #pragma GCC unroll 8
     for (int query = 0; query < queries; query++)
         scores[query] = (floats){0};
@@ -218,24 +247,32 @@ static ALWAYS_INLINE void score_tile(const char *const *slots, const fixed_queri
         for (int query = 0; query < queries; query++)
             sums[query][0] = sums[query][1] = (integers){0};
         for (int block = 0; block < blocks; block++) {
-            words turned[BLOCK];
-            turn(slots, (number * blocks + block) * 4 * BLOCK, turned);
-            const uint32_t *those = q->pairs + (number * blocks + block) * BLOCK * pairs * queries;
+            const long here = number * blocks + block, is_last = here + 1 == groups_of(dim) * blocks;
+            const char *const *coming = is_last ? next : slots;
+            const long at = is_last ? 0 : (here + 1) * 4 * BLOCK;
+            turning then;
+            const uint32_t *those = q->pairs + here * BLOCK * pairs * queries;
 #pragma GCC unroll 8
-            for (int word = 0; word < BLOCK; word++)
+            for (int word = 0; word < BLOCK; word++) {
 #pragma GCC unroll 4
                 for (int pair = 0; pair < pairs; pair++) {
-                    const words codes = pairs_at(turned[word], bits * pair, bits);
+                    const words codes = pairs_at(turned->out[word], bits * pair, bits);
 #pragma GCC unroll 8
                     for (int query = 0; query < queries; query++)
-                        add_products(&sums[query][pair % 2], codes, all_of(those[(word * pairs + pair) * queries + query]));
+                        add_products_with(&sums[query][pair % 2], codes, &those[(word * pairs + pair) * queries + query]);
                 }
+                turn_part(coming, at, word, &then);
+            }
+#pragma GCC unroll 8
+            for (int word = 0; word < BLOCK; word++)
+                turned->out[word] = then.out[word];
         }
+        const group_steps steps = steps_of(ends, number, groups_of(dim));
 #pragma GCC unroll 8
         for (int query = 0; query < queries; query++) {
             const long place = number * queries + query;
-            scores[query] += floats_of(sums[query][0] + sums[query][1]) * q->factors[place] * steps[number].scale +
-                             steps[number].minimum * q->sums[place];
+            scores[query] += floats_of(sums[query][0] + sums[query][1]) * q->factors[place] * steps.scale +
+                             steps.minimum * q->sums[place];
         }
     }
 }
@@ -243,12 +280,19 @@ static ALWAYS_INLINE void score_tile(const char *const *slots, const fixed_queri
 static ALWAYS_INLINE void score_packed(const queries_of_head *h, int queries, int bits)
 {
     fixed_queries q;
+    const char *slots[2][LANES];
+    turning turned;
+    if (h->held < 1)
+        return;
     arrange(h, &q, queries, bits);
-    for (long first = 0; first < h->held; first += LANES) {
-        const char *slots[LANES];
+    find_slots(h, 0, LANES, group_row_bytes(h->dim, bits), slots[0]);
+    turn(slots[0], 0, turned.out);
+    for (long first = 0, own = 0; first < h->held; first += LANES, own = 1 - own) {
         floats scores[MOST_QUERIES];
-        find_slots(h, first, LANES, group_row_bytes(h->dim, bits), slots);
-        score_tile(slots, &q, h->dim, scores, queries, bits);
+        const int is_last = first + LANES >= h->held;
+        if (!is_last)
+            find_slots(h, first + LANES, LANES, group_row_bytes(h->dim, bits), slots[1 - own]);
+        score_tile(slots[own], slots[is_last ? own : 1 - own], &q, h->dim, &turned, scores, queries, bits);
         for (long query = 0; query < h->queries; query++)
             copy_lanes(h->shares + query * h->capacity + first, &scores[query], h->held - first);
     }

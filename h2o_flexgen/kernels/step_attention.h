@@ -73,18 +73,30 @@ static ALWAYS_INLINE void await_slot(const char *slot, long bytes)
         __builtin_prefetch(slot + at);
 }
 
+/* The same to the second cache, for slots that lie anywhere. */
+static ALWAYS_INLINE void foresee_slot(const slots *from, long row, long head, long number, long bytes)
+{
+    const char *slot = slot_at(from, row, head, number);
+    for (long at = 0; at < bytes; at += 64)
+        __builtin_prefetch(slot + at, 0, 2);
+}
+
 #define AHEAD 96 /* slots that are on their way to the second cache while one is read: the first one could await few at a time */
 
 /* A slot of those that are attended: one after the other, or where they lie. */
 static ALWAYS_INLINE const char *attended(const slots *from, const int64_t *places, long row, long head, long number, long held,
                                           long bytes)
 {
-    if (places && number + AHEAD < held) {
-        const char *slot = slot_at(from, row, head, places[number + AHEAD]);
-        for (long at = 0; at < bytes; at += 64)
-            __builtin_prefetch(slot + at, 0, 2);
-    }
+    if (places && number + AHEAD < held)
+        foresee_slot(from, row, head, places[number + AHEAD], bytes);
     return slot_at(from, row, head, places ? places[number] : number);
+}
+
+/* Has the first slots come nearer, for which no slot before them asks. */
+static ALWAYS_INLINE void foresee_first(const slots *from, const int64_t *places, long row, long head, long held, long bytes)
+{
+    for (long number = 0; number < AHEAD && number < held; number++)
+        foresee_slot(from, row, head, places[number], bytes);
 }
 
 static ALWAYS_INLINE long bytes_of_slot(long dim, int kind)
@@ -312,12 +324,16 @@ static ALWAYS_INLINE void attend(const attention *a, const int64_t *all_places, 
     const int64_t *places = all_places ? all_places + unit * a->capacity : NULL;
     float *shares = a->shares + unit * group * a->capacity, *got = places ? NULL : a->got + unit * a->capacity;
     const long held = a->held[row];
-    if (!places)
+    if (places)
+        foresee_first(&a->keys, places, row, head, held, bytes_of_slot(dim, key_kind));
+    else
         await_slots(&a->values, row, head, held, bytes_of_slot(dim, value_kind));
     if (is_fixed(a->kind, group, key_kind))
         in_fixed_point(scoring, a, &a->keys, places, row, head);
     else
         score_slots(q, &a->keys, places, row, head, shares, held, a->capacity, group, dim, registers, a->scale, key_kind);
+    if (places)
+        foresee_first(&a->values, places, row, head, held, bytes_of_slot(dim, value_kind));
     if (got)
         memset(got, 0, a->capacity * sizeof *got);
     for (long g = 0; g < group; g++)

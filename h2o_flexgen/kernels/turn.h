@@ -13,32 +13,40 @@ static ALWAYS_INLINE __m256i block_of(const char *slot)
     return _mm256_loadu_si256((const __m256i *)slot);
 }
 
-/* Four slots, each with another one in the upper half. Quarter 0 of out[0] to out[3] has words 0 to 3 of the lower ones, quarter 1
-   words 4 to 7, and the other quarters have those of the upper ones. */
-static ALWAYS_INLINE void turn_quarters(const char *const *slots, long at, __m512i *out)
-{
-    __m512i both[4];
-#pragma GCC unroll 4
-    for (int slot = 0; slot < 4; slot++)
-        both[slot] = _mm512_inserti64x4(_mm512_castsi256_si512(block_of(slots[slot] + at)), block_of(slots[slot + 4] + at), 1);
-    const __m512i a = _mm512_unpacklo_epi32(both[0], both[1]), b = _mm512_unpackhi_epi32(both[0], both[1]);
-    const __m512i c = _mm512_unpacklo_epi32(both[2], both[3]), d = _mm512_unpackhi_epi32(both[2], both[3]);
-    out[0] = _mm512_unpacklo_epi64(a, c);
-    out[1] = _mm512_unpackhi_epi64(a, c);
-    out[2] = _mm512_unpacklo_epi64(b, d);
-    out[3] = _mm512_unpackhi_epi64(b, d);
-}
+/* What is being turned, part by part: others work meanwhile. Eight slots at a time are two to a register. Quarter 0 of a register
+   in `halves` has words 0 to 3 of the lower four of these, quarter 1 words 4 to 7, and the other quarters have those of the upper
+   four. */
+typedef struct {
+    __m512i both[4], halves[2][4];
+    words out[BLOCK];
+} turning;
 
-/* The block of words that lies `at` this byte of each slot. */
-static ALWAYS_INLINE void turn(const char *const *slots, long at, words *out)
+/* Does one of BLOCK parts of turning the block of words that lies `at` this byte of each slot. */
+static ALWAYS_INLINE void turn_part(const char *const *slots, long at, int part, turning *t)
 {
-    __m512i first[4], last[4];
-    turn_quarters(slots, at, first);
-    turn_quarters(slots + 8, at, last);
+    __m512i *both = t->both;
+    const int half = part / 3;
+    if (half < 2 && part % 3 == 0) {
 #pragma GCC unroll 4
-    for (int word = 0; word < 4; word++) {
-        out[word] = (words)_mm512_shuffle_i32x4(first[word], last[word], 0x88);
-        out[word + 4] = (words)_mm512_shuffle_i32x4(first[word], last[word], 0xdd);
+        for (int slot = 0; slot < 4; slot++)
+            both[slot] = _mm512_inserti64x4(_mm512_castsi256_si512(block_of(slots[8 * half + slot] + at)),
+                                            block_of(slots[8 * half + slot + 4] + at), 1);
+    } else if (half < 2 && part % 3 == 1) {
+        const __m512i a = _mm512_unpacklo_epi32(both[0], both[1]), b = _mm512_unpackhi_epi32(both[0], both[1]);
+        const __m512i c = _mm512_unpacklo_epi32(both[2], both[3]), d = _mm512_unpackhi_epi32(both[2], both[3]);
+        both[0] = a, both[1] = b, both[2] = c, both[3] = d;
+    } else if (half < 2) {
+        t->halves[half][0] = _mm512_unpacklo_epi64(both[0], both[2]);
+        t->halves[half][1] = _mm512_unpackhi_epi64(both[0], both[2]);
+        t->halves[half][2] = _mm512_unpacklo_epi64(both[1], both[3]);
+        t->halves[half][3] = _mm512_unpackhi_epi64(both[1], both[3]);
+    } else {
+#pragma GCC unroll 4
+        for (int word = 0; word < 4; word++) {
+            const __m512i first = t->halves[0][word], last = t->halves[1][word];
+            t->out[4 * (part - 6) + word] =
+                (words)(part == 6 ? _mm512_shuffle_i32x4(first, last, 0x88) : _mm512_shuffle_i32x4(first, last, 0xdd));
+        }
     }
 }
 
@@ -67,9 +75,15 @@ static ALWAYS_INLINE words half_block_of(const char *const *slots, long at)
 #define HIGH_HALVES {2, 3, 6, 7}
 #endif
 
-/* The block of words that lies `at` this byte of each slot. */
-static ALWAYS_INLINE void turn(const char *const *slots, long at, words *out)
+typedef struct {
+    words out[BLOCK];
+} turning;
+
+static ALWAYS_INLINE void turn_part(const char *const *slots, long at, int part, turning *t)
 {
+    words *out = t->out;
+    if (part < BLOCK - 1) /* registers are too few for one block beside another */
+        return;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         words rows[4];
@@ -88,3 +102,15 @@ static ALWAYS_INLINE void turn(const char *const *slots, long at, words *out)
 }
 
 #endif
+
+/* The block of words that lies `at` this byte of each slot. */
+static ALWAYS_INLINE void turn(const char *const *slots, long at, words *out)
+{
+    turning whole;
+#pragma GCC unroll 8
+    for (int part = 0; part < BLOCK; part++)
+        turn_part(slots, at, part, &whole);
+#pragma GCC unroll 8
+    for (int word = 0; word < BLOCK; word++)
+        out[word] = whole.out[word];
+}

@@ -174,8 +174,14 @@ static ALWAYS_INLINE floats rounded_to(floats value, int kind)
 
 static ALWAYS_INLINE floats larger(floats one, floats other)
 {
+#if LANES == 16
+    return (floats)_mm512_max_ps((__m512)one, (__m512)other);
+#elif LANES == 8
+    return (floats)_mm256_max_ps((__m256)one, (__m256)other);
+#else
     const integers mask = one > other;
     return (floats)(((integers)one & mask) | ((integers)other & ~mask));
+#endif
 }
 
 /* The higher of numbers that are not below zero: their bits rank as they do, and those of a NaN, whatever its sign, above all. */
