@@ -350,13 +350,20 @@ class CudaDevice(Accelerator):
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")  # other threads go on
         try:
             work()
+            graph.capture_end()
         except BaseException:
-            with suppress(RuntimeError):  # its error would hide the one that is raised here
-                graph.capture_end()
+            self._give_up(graph)
             raise
-        graph.capture_end()
         self._graphs.add(graph)
         return graph.replay
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that has failed. Where CUDA refuses even that, torch before 2.12 goes on to take memory for the graph,
+        and fails when any is to be given back. Errors of this would hide the one of the capture."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError, AttributeError):  # it has ended, or this torch calls it otherwise
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
 
     def names_of(self, count: int) -> list[str]:
         there = torch.cuda.device_count()

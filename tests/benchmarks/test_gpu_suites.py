@@ -34,6 +34,7 @@ from h2o_flexgen.core.site import DEVICE, HOST, Site
 from h2o_flexgen.planning.footprint import MemoryLimits, left_to_system
 from h2o_flexgen.planning.machine import Machine, find_machine, kept_folder
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.working_space import GRAPH_BYTES
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling.gpu_checks import KEPT
 from h2o_flexgen.session.opened_model import OpenedModel
@@ -83,7 +84,7 @@ def test_every_plan_fits_the_memory_of_its_suite(suite: Suite, contender: Conten
     percent = chosen.pop("percent")
     assert all(there + in_memory == 100 for there, in_memory in zip(percent[::2], percent[1::2])), "nothing goes to a disk"
     plan = Plan.create(**chosen).with_percent(percent)
-    site = Site(accelerator=True)
+    site = Site(accelerator=True, graph_bytes=GRAPH_BYTES)  # as where a check was passed
     spec = OpenedModel.of(model, True, suite.dtype, site).spec(plan)
     for workload in workloads(plan, request, rows):
         needs = WorkloadPlan(spec, plan, workload, site)

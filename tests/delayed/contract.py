@@ -41,7 +41,7 @@ from tests.delayed.late import ALSO_LATE
 from tests.delayed.planted import FAULTS, HANGS
 from tests.delayed.stand import STANDS
 from tests.delayed.trying import Bench
-from tests.delayed.verdict import is_sound, more, verdict
+from tests.delayed.verdict import NOT_RUN, is_sound, more, verdict
 from tests.delayed.ways import ALL, OK, TIMEOUT, A, B, C, D, Result, Way
 
 SHARES = (A, 0.17), (B, 0.42), (C, 0.62)  # of all the time: when they have to be over
@@ -129,6 +129,7 @@ def summary(numbers: Sequence[int], found: Found, seconds: float) -> dict[str, o
     return {
         "sound": len(sound) == len(numbers),
         "plans": len(numbers),
+        "failed": [number for number in numbers if number not in sound and not verdicts[number].startswith(NOT_RUN)],
         "verdict": "; ".join([f"{len(sound)} of {len(numbers)} plans are sound", *_told(verdicts, sound), *lacks()]),
         "counts": dict(counts),
         "verdicts": {str(number): told for number, told in verdicts.items()},

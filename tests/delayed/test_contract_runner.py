@@ -102,6 +102,8 @@ def assert_verdict(fault: str, document: Mapping[str, Any]) -> None:
     each = document["verdicts"]
     assert [each[number].startswith(told) for number, told in zip("01", EXPECTED[fault], strict=True)] == [True, True], each
     assert document["sound"] == (fault == "nothing") and document["plans"] == 2
+    failed = [number for number, told in enumerate(EXPECTED[fault]) if told != verdicts.UNTOLD_QUERY]
+    assert document["failed"] == failed
 
 
 def test_the_late_lane_is_named(found: Found) -> None:
@@ -448,6 +450,8 @@ def test_what_had_no_time_is_tried_when_the_others_are_done(tmp_path: Path) -> N
     dealer.deal = one_at_a_time  # type: ignore[method-assign]
     contract.try_all("pretended", [0, 1], found, dealer)  # type: ignore[arg-type]
     assert sorted(dealer.asked) == ["0A", "0B", "0C", "0D", "1A", "1B", "1C", "1D"]
+    found.by_plan[1].clear()
+    assert contract.summary([0, 1], found, 1.0)["failed"] == [], "what was not tried has not failed"
 
 
 def test_what_is_known_is_not_tried_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from itertools import count as count_from
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,6 +233,21 @@ def test_graphs_share_memory_while_there_is_one_of_them(cuda: PretendedTorch) ->
     assert len(made) == 5
     assert cuda.asked.count(("empty_cache", 0)) == 4, "before memory is taken anew: nothing is given back during a capture"
     assert dict(cuda.graphs_used) == {1: 3, 2: 3, 3: 1, 4: 1} and not any(cuda.graphs_left.values())
+
+
+def test_a_capture_that_cuda_refuses_to_end_is_over_for_torch_too(
+    cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or no memory could be given back by a run that goes on without graphs."""
+    ended = list[tuple[int, int]]()
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: ended.append(given), raising=False)
+    monkeypatch.setattr(PretendedGraph, "capture_end", Mock(side_effect=RuntimeError("the capture was invalidated")))
+    device = CudaDevice(1)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        device.capture(Mock(side_effect=RuntimeError("operation not permitted when stream is capturing")))
+    with pytest.raises(RuntimeError, match="invalidated"):
+        device.capture(lambda: None)
+    assert ended == [(1, 1), (1, 2)]
 
 
 def test_memory_is_kept_in_segments_unless_the_environment_says_otherwise(

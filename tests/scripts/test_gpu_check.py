@@ -131,6 +131,7 @@ def test_the_verdict_of_the_contract_is_what_the_table_says(tmp_path: Path) -> N
         ("passed 1", "not run", {"plans": 1, "graph_bytes": 1}),
         ("FAILED 1", "passed", None),
         ("passed 1", "FAILED", None),
+        ("FAILED 0", "passed", {"plans": 1, "graph_bytes": 1}),  # there was no time for some plans
         ("FAILED", "passed", {"plans": 1, "graph_bytes": 1}),  # it said nothing of plans
     ],
 )
@@ -142,7 +143,8 @@ def test_a_check_that_is_passed_is_kept(
         monkeypatch.setattr(SCRIPT, name, getattr(SCRIPT, name).replace('"cuda"', '"cpu"'))
     keep_check("cpu", 1, 1)
     result, _, every = contract.partition(" ")
-    documents = {"plans": 74, "every": int(every)} if every else None, {"graph_bytes": 70_000}
+    of_plans = {"plans": 74, "every": int(every), "failed": [7] if every == "1" else []} if every else None
+    documents = of_plans, {"graph_bytes": 70_000}
     results = zip(("contract", "graphs"), (result, graphs), documents)
     out = tmp_path / "out"
     SCRIPT.keep_check({name: SCRIPT.Outcome(said, 1.0, "", document=own) for name, said, own in results}, out)
