@@ -157,7 +157,7 @@ class KVStore:
 
     def _allocate_homes(self, held: ExitStack) -> None:
         traffic, memories = self._schedule.traffic, self._memories
-        on_device = PlacesOnDevice(memories.device)
+        on_device = {batch: PlacesOnDevice(memories.device) for _, batch in self._layouts}
         for place, layout in self._layouts.items():
             tier = traffic.kv[place]
             if tier == DISK:
@@ -171,7 +171,7 @@ class KVStore:
                 self._in_memory[place] = home = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, home)
                 if layout.in_pages and traffic.brings_chosen(*place):
-                    self._rows[place] = KVRows(home, layout, self._coding, memories.device, on_device)
+                    self._rows[place] = KVRows(home, layout, self._coding, memories.device, on_device[place[1]])
             region = self._notes_region(held, layout, traffic.is_beside(*place)) if self._note_bytes else None
             self._notes[place] = self._noted_in(region, layout.shape)
 

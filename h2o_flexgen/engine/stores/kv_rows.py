@@ -43,7 +43,7 @@ class RowPlaces:
 
 
 class PlacesOnDevice:
-    """Places of rows on a device, where rows have moved up. All layers of a batch have the same ones after each other."""
+    """Places of the rows of a batch on a device, where rows have moved up. One layer after the other has the same ones."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
