@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.clocked.backend import IS_POSSIBLE
+from tests.clocked.backend import IS_POSSIBLE, registered
 from tests.clocked.checker import Checker
 from tests.clocked.context import sound
 from tests.helpers.contract import Checkpoints
@@ -17,6 +17,7 @@ from tests.helpers.contract import Checkpoints
 def torch_takes_devices_in_python() -> None:
     if not IS_POSSIBLE:
         pytest.skip("this torch takes no device that is written in Python")
+    registered()  # for tests that open no model, too
 
 
 @pytest.fixture(scope="session")

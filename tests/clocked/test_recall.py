@@ -25,10 +25,11 @@ from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.chosen_slots import best_of, choose_slots_twin
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Missing, RowsOfBoth
+from h2o_flexgen.kernels.operations import bring_slots
 from h2o_flexgen.kv.key_index import ALWAYS, ChosenSlots, KeyIndex
 from h2o_flexgen.policies.recall import INDEX
 from h2o_flexgen.schedule.ops import Op
-from tests.clocked.checker import Checker
+from tests.clocked.checker import Checker, current
 from tests.clocked.context import checked
 from tests.clocked.tensor import NAME
 from tests.clocked.test_planted_faults import without_needs
@@ -69,7 +70,7 @@ PLANS = {
 LENGTHS = (45, 26, 38)
 USUAL = Case("llama-gqa", WHERE[0][0], LENGTHS, 3, device=NAME, policy=HALF, attend_on=HOST)
 BY_PART = replace(USUAL, lengths=(30, 24, 45, 38, 27), gpu_batch_size=4, prefill_tokens=40)  # of the prompts
-LAUNCHES_OF_RANKS, LAUNCHES_OF_A_ROW = 15, 32
+LAUNCHES_OF_RANKS, LAUNCHES_OF_A_ROW, LAUNCHES_OF_WHAT_IS_BROUGHT = 15, 32, 8
 COMING = replace(USUAL, lengths=(45, 26, 33, 38, 29))
 GROWTH = (3, 1, 4, 2, 3)
 
@@ -208,15 +209,16 @@ def test_the_host_waits_at_the_heads_alone(
     assert waited == {f"COMPUTE {step}.{head}.{batch}" for step in (1, 2) for batch in (0, 1)}
 
 
+def launches(work: Callable[[], object]) -> int:
+    before = sum(current().launched.values())
+    work()
+    return sum(current().launched.values()) - before
+
+
 def test_launches_of_a_choice(checker: Checker) -> None:
     """Ranks are made for all rows at once, beside kernels in Triton; without these a row takes many."""
     q, keys, *numbers = drawn((3, 2, 2, 90, 64), torch.float32)
     q, held, counts, codes, worth = (one.to(NAME) for one in (q, *numbers, index_of(keys).data, torch.rand(3, 2, 90)))
-
-    def launches(work: Callable[[], object]) -> int:
-        before = sum(checker.launched.values())
-        work()
-        return sum(checker.launched.values()) - before
 
     def of_rows(rows: int) -> int:
         index = KVSlots(codes[:rows], INDEX)
@@ -224,6 +226,17 @@ def test_launches_of_a_choice(checker: Checker) -> None:
 
     assert launches(lambda: best_of(worth, held, counts, 40, ALWAYS, together=False)) == LAUNCHES_OF_RANKS
     assert of_rows(3) - of_rows(2) == LAUNCHES_OF_A_ROW
+
+
+def test_launches_of_what_is_brought_without_a_kernel(checker: Checker) -> None:
+    home, image = (torch.zeros(2, 3, 2, 90, 64).to(NAME) for _ in range(2))
+    chosen, counts, newest = torch.arange(40).expand(3, 2, 40).to(NAME), *torch.tensor([[30] * 3, [20] * 3]).to(NAME)
+
+    def of_rows(rows: int) -> int:
+        missing = Missing(counts[:rows], newest[:rows])
+        return launches(lambda: bring_slots(home, image, chosen[:rows], RowsOfBoth(), missing))
+
+    assert of_rows(3) - of_rows(2) == LAUNCHES_OF_WHAT_IS_BROUGHT
 
 
 # -- faults that these tests find ------------------------------------------------------------------------------------------
