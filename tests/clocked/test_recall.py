@@ -172,7 +172,6 @@ def test_what_is_moved_is_predicted(case: Case, by_twins: Checkpoints, offload: 
 @pytest.mark.parametrize(
     "case",
     [
-        USUAL,
         replace(COMING, policy=KEEPING_SOME, kv_codec="group4"),
         replace(USUAL, policy=HEADS_APART, kind="gpt-oss-far"),
         replace(USUAL, policy=ALIKE),
@@ -300,7 +299,6 @@ GROWN = replace(USUAL, gen_len=24)  # until new tokens are no more among the new
         (index_one_token_behind, GROWN),
         (index_one_token_behind, replace(GROWN, percent=WHERE[1][0])),
         (notes_of_parts_lie_in_one_place, BY_PART),
-        (index_one_token_behind, replace(GROWN, percent=FROM_HOST[0][0], attend_on=DEVICE)),
         (a_chosen_slot_stays_behind, replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
         (what_changed_stays_on_the_device, replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
         (without_needs(Op.LOAD_KV, Op.CHOOSE), replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
@@ -327,7 +325,7 @@ def test_what_goes_wrong_is_found(fault: Callable[[], Any], case: Case, by_twins
 @pytest.mark.parametrize(
     ("fault", "percent", "attend_on"),
     [
-        *((rows_leave_their_index_behind, *where) for where in EACH),
+        *((rows_leave_their_index_behind, *where) for where in WHERE[:2]),
         (rows_are_looked_for_where_they_are_now, *FROM_HOST[0]),
     ],
 )
