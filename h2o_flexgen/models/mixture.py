@@ -298,7 +298,6 @@ class MixtureOfExperts(Decoder):
         if self._traits.gated:
             gate, up = self.gate_and_up(asked, weights)
             inner = self.gated_by_expert(gate, up, asked.counts)
-            del gate, up  # the product that follows needs their room
         else:
             (up,) = tensor_ops.linears_of_each(asked.x, asked.counts, weights, [self._names[one].up for one in asked.experts])
             inner = tensor_ops.activated_each(self._gating, up, asked.counts)
