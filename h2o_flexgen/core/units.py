@@ -55,8 +55,8 @@ class MemorySize(Allowed):
         return self.typed(given) if isinstance(given, str) else parse_bytes(given)  # type: ignore[arg-type]
 
     def typed(self, word: str) -> str:
-        if (nbytes := parse_bytes(word)) < LEAST_BARE and word.strip().isdecimal():
-            raise ValueError(f"size {shown(word)} would be {nbytes} bytes; write its unit, like {nbytes}GB")
+        if (nbytes := parse_bytes(word)) < LEAST_BARE and not word.strip()[-1].isalpha():
+            raise ValueError(f"size {shown(word)} would be {counted(nbytes, 'byte')}; write its unit, like {word.strip()}GB")
         return word
 
 

@@ -35,6 +35,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, LEAST_PLACED, Plan
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import UNLIKE_BYTES, DoesNotFit, WorkloadPlan, largest, more_memory
+from h2o_flexgen.policies.recall import ALL
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
@@ -503,11 +504,14 @@ def told_recall(problem: SearchProblem, found: SearchResult) -> str:
     """What became of a recall that the search may have taken, in words; nothing where it may not."""
     if not problem.recalls:
         return ""
-    plan, unlike = found.best.plan, found.unlike
+    plan, unlike, asked = found.best.plan, found.unlike, problem.plan.policy.recall
     if plan.policy.recall in problem.recalls:
         kept = ", and what they have read stays in memory (--kv-recall-reuse)" if plan.policy.reuses_read else ""
+        taken = f"steps attend {plan.policy.recall:g} of what is kept{kept}"
+        if asked in problem.recalls:  # no other share was tried
+            return taken
         other = f"the best has {unlike.tokens_per_second:.3f} tokens/s" if unlike else "no plan is near it"
-        return f"steps attend {plan.policy.recall:g} of what is kept{kept}; of those that attend all, {other}"
+        return f"{taken}; of those that attend {'all' if asked == ALL else f'{asked:g}'}, {other}"
     if unlike is not None:
         return f"none is taken: the best plan with it has {unlike.tokens_per_second:.3f} tokens/s"
     refused = filter(None, (why_not_to_recall(problem, problem.plan, share) for share in problem.recalls))

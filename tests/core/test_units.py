@@ -53,11 +53,10 @@ def test_a_size_is_a_plain_number_that_a_machine_could_have(size: int | str) -> 
     assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize("size", ["8", " 4096 "])
+@pytest.mark.parametrize("size", ["8", " 4096 ", "7.5", "1.5"])
 def test_a_small_number_in_a_text_lacks_its_unit(size: str) -> None:
     for read in (SIZE.typed, lambda text: SIZE.value("cpu_mem", text)):
-        with pytest.raises(
-            ValueError, match=rf"^size '{size}' would be {int(size)} bytes; write its unit, like {int(size)}GB$"
-        ):
+        would = f"{int(float(size))} byte{'s' * (float(size) >= 2)}"
+        with pytest.raises(ValueError, match=rf"^size '{size}' would be {would}; write its unit, like {size.strip()}GB$"):
             read(size)
     assert (SIZE.value("cpu_mem", 8), SIZE.value("cpu_mem", "10000"), SIZE.typed("8B")) == (8, "10000", "8B")

@@ -50,6 +50,7 @@ PLAN_SECONDS = 12.0
 CHILDREN, CORES_OF_A_CHILD = 4, 2  # at least so many, and more where there are many cores: kernels are compiled
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "h2o_flexgen", "tests/delayed", "tests/helpers", "tests/whole/test_contract.py"  # on which results depend
+WRITTEN = ".py", ".c", ".h"  # how files of it end
 NOTHING = "nothing"
 
 
@@ -171,9 +172,15 @@ def run(stand_name: str, fault: str, options: argparse.Namespace, start: Start, 
 def code_of_results() -> str:
     """A digest of all that results depend on."""
     digest = blake2b(json.dumps([dict(what_is_checked(CudaDevice.kind)), lacks()]).encode(), digest_size=8)
-    for file in sorted(file for place in CODE for file in (*(ROOT / place).rglob("*.py"), ROOT / place) if file.is_file()):
+    for file in sources():
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def sources() -> list[Path]:
+    """The files of this code: kernels in C, too, by which the processor attends."""
+    there = (file for place in CODE for file in (ROOT / place, *(ROOT / place).rglob("*")))
+    return sorted(file for file in there if file.suffix in WRITTEN)
 
 
 def lacks() -> list[str]:

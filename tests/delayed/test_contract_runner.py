@@ -421,6 +421,12 @@ def test_a_call_goes_on_where_one_of_the_same_code_has_ended(tmp_path: Path) -> 
     assert not contract.Found.of_earlier_calls(file, "other code").by_plan and file.read_text().count("\n") == 1
 
 
+def test_results_depend_on_python_and_on_kernels_in_c() -> None:
+    files = {str(file.relative_to(contract.ROOT)) for file in contract.sources()}
+    own = "h2o_flexgen/memory/device.py", "tests/whole/test_contract.py", "tests/delayed/ways.py"
+    assert files >= {*own, "h2o_flexgen/kernels/evict.c", "h2o_flexgen/kernels/sizes.h"}
+
+
 class Noted:
     """In the place of a dealer: all that is asked for is sound, as far as there is time."""
 

@@ -203,6 +203,10 @@ def test_what_became_of_a_share_that_may_be_attended_is_said() -> None:
         told_recall(asked, replace(found, best=one, unlike=found.best)): (
             f"steps attend 0.1 of what is kept; of those that attend all, the best {rate}"
         ),
+        told_recall(replace(asked, plan=Plan().recalling(0.2)), replace(found, best=one, unlike=None)): (
+            "steps attend 0.1 of what is kept; of those that attend 0.2, no plan is near it"
+        ),
+        told_recall(replace(asked, plan=one.plan), replace(found, best=one)): "steps attend 0.1 of what is kept",
     }
     assert [*told] == [*told.values()]
 
