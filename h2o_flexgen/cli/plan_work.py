@@ -27,7 +27,7 @@ from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements
 from h2o_flexgen.planning.predict import BlockPrediction, Prediction, sampled_steps, sum_of_steps
-from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.pricing import CHOSEN_LINK_PACE, SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search, told_recall
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.session.machine_source import MachineSource
@@ -156,8 +156,11 @@ class FoundReport:
         return entry("machine", words, machine=name, left_to_system_bytes=left)
 
     def _assumed(self) -> Iterator[Entry]:
-        """What seconds of this plan are taken from another machine."""
+        """What seconds of this plan are taken from another machine, or were measured on none."""
         machine, traffic = self.problem.machine, self.first.schedule.traffic
+        if traffic.accelerator and traffic.reads_chosen:
+            pace = f"chosen KV crosses the link at {CHOSEN_LINK_PACE:g} of its rate"
+            yield entry("assumed", f"{pace}: no machine has figures of that")
         chosen = any(layer in traffic.choosing and traffic.kv_on_disk(layer, batch) for layer, batch in traffic.kv)
         if chosen and machine.borrows_small_rates:
             rates = f"{machine.small_reads_per_s:,.0f} small reads and {machine.small_writes_per_s:,.0f} small writes a second"

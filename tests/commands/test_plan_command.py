@@ -202,6 +202,18 @@ def test_rates_of_small_reads_that_were_not_measured_are_said_where_they_count(c
         assert any(line.startswith(said) for line in command(*flags, on_host, 0, 100).out) is is_said
 
 
+def test_a_rate_that_no_machine_has_is_said_where_it_counts(command: Any, machines: dict[str, Path]) -> None:
+    said = "assumed   chosen KV crosses the link at 0.5 of its rate: no machine has figures of that"
+    for recall, on_gpu, beside, is_said in (
+        (0.5, 0, (), True),
+        (0.5, 100, (), False),
+        (0.5, 0, ("--cpu-cache-compute",), False),
+        (1, 0, (), False),
+    ):
+        flags = (*WORK, "--evaluate", "--kv-recall", recall, "--percent", 100, 0, on_gpu, 100 - on_gpu, 100, 0, *beside)
+        assert (said in command(*flags, machine=machines["accelerator"]).out) is is_said
+
+
 def test_what_fits_is_not_offloaded_and_it_says_so(command: Any) -> None:
     result = command(*WORK)
     assert result.json["plan"]["weights"]["host"] == result.json["plan"]["kv"]["host"] == 1
