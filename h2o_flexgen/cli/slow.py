@@ -155,7 +155,7 @@ def unread_reason(first: BlockPlan) -> Iterator[str]:
     if not first.plan.policy.reuses_read:
         yield f"--kv-recall-reuse keeps nothing: --kv-recall {first.plan.policy.recall:g} reads all; give a smaller share"
     elif DISK not in first.schedule.traffic.kv.values():
-        yield "--kv-recall-reuse keeps nothing: no KV is on disk, and steps read it where it is; leave it out"
+        yield "--kv-recall-reuse keeps nothing: no KV is on disk, and only what is read there stays; leave it out"
 
 
 def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:

@@ -257,7 +257,7 @@ def unread(percent: tuple[float, ...], **options: object) -> list[str]:
 
 def test_a_reuse_where_nothing_is_read_from_disk_is_named() -> None:
     assert unread((0, 100, 0, 100, 0, 100)) == [
-        "--kv-recall-reuse keeps nothing: no KV is on disk, and steps read it where it is; leave it out"
+        "--kv-recall-reuse keeps nothing: no KV is on disk, and only what is read there stays; leave it out"
     ]
     assert unread((0, 0, 0, 0, 0, 100), kv_recall=1.0) == [
         "--kv-recall-reuse keeps nothing: --kv-recall 1 reads all; give a smaller share"

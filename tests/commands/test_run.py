@@ -532,7 +532,7 @@ def test_a_dry_run_loads_and_writes_nothing(command: Any, opt: Path, offload: Pa
 
 def test_a_dry_run_says_what_a_run_keeps_and_what_makes_it_slow(command: Any, opt: Path) -> None:
     recall = ("--kv-recall", 0.5, "--kv-recall-reuse")
-    slow = "slow: --kv-recall-reuse keeps nothing: no KV is on disk, and steps read it where it is; leave it out"
+    slow = "slow: --kv-recall-reuse keeps nothing: no KV is on disk, and only what is read there stays; leave it out"
     assert slow in command("--model", opt, *SMALL, *IN_MEMORY, *recall, "--dry-run").err
     out = command("--model", "facebook/opt-125m", *SMALL, *IN_MEMORY, "--kv-policy", "h2o", "--dry-run").out
     assert any(line.startswith("heads     equal budgets: what each needs is measured by the first run") for line in out)
