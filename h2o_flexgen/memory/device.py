@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.cuda._gpu_trace import EventSynchronizationCallbacks as HearOfEnds
 
+from h2o_flexgen.core.site import HOST
 from h2o_flexgen.formats.kernel_table import CPU, TORCH
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.raw_memory import addresses_of
@@ -347,8 +348,8 @@ class CudaDevice(Accelerator):
             self.give_back_freed()
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")  # other threads go on
         try:
+            graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")  # other threads go on
             work()
             graph.capture_end()
         except BaseException:
@@ -383,7 +384,8 @@ class CudaDevice(Accelerator):
         with torch.cuda.device(self.torch_device):
             seen = torch.as_tensor(_OverLink(region), device=self.torch_device)
         if addresses_of((seen,)) != addresses_of((region,)):  # a copy, or memory that has another address there
-            raise RuntimeError("this GPU does not read page-locked host memory at its own address; attend on the host instead")
+            what = "this GPU does not read page-locked host memory at the address that the host has for it"
+            raise ValueError(f"kv_recall cannot bring what is chosen: {what}; take attend_on={HOST!r}")
         return seen
 
     def peak_bytes(self) -> int:
