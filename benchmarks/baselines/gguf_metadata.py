@@ -9,6 +9,7 @@ import gguf
 
 from h2o_flexgen.checkpoints.gguf_config import SCALING, YARN
 from h2o_flexgen.checkpoints.stored_architecture import (
+    BY_SIGMOID,
     DENSE_BLOCKS,
     EXPERT_COUNT,
     GATING,
@@ -21,7 +22,6 @@ from h2o_flexgen.checkpoints.stored_architecture import (
     PATTERN,
     RMS_EPS,
     ROTATED,
-    SIGMOID,
     WEIGHTS_SCALE,
     WINDOW,
 )
@@ -150,7 +150,7 @@ def _latents(config: Values) -> Said:
         "expert_shared_count": config["n_shared_experts"],
         WEIGHTS_SCALE: float(config["routed_scaling_factor"]),
         NORMED: config["norm_topk_prob"],
-        GATING: SIGMOID,
+        GATING: BY_SIGMOID,
     }
 
 

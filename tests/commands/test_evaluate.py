@@ -103,9 +103,10 @@ def test_a_folder_gets_results_tables_and_a_picture(command: Any, tmp_path: Path
 
 def test_without_matplotlib_only_the_picture_is_missing(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_work, "find_spec", lambda name: None)
-    result = command(*GRID, *SMALL, "--tasks", "perplexity", "--output", tmp_path)
+    folder = tmp_path / "results"
+    result = command(*GRID, *SMALL, "--tasks", "perplexity", "--output", folder)
     assert result.said[-1] == "no picture.png: it needs matplotlib; install it, or the extra [plot]"
-    assert {file.name for file in tmp_path.iterdir()} == {FILE, "results.json", "table.md"}
+    assert {file.name for file in folder.iterdir()} == {FILE, "results.json", "table.md"}
 
 
 def test_bits_are_a_part_of_the_grid(command: Any) -> None:

@@ -412,15 +412,19 @@ def test_a_saved_config_is_read_back_to_the_same_spec(kind: str, tmp_path: Path)
     assert create_model(load_config(str(tmp_path)), "float32").spec == create_model(tiny_config(kind), "float32").spec
 
 
-@pytest.mark.parametrize(("architecture", "like"), [("gemma5", "gemma, gemma2"), ("rwkv", None), (None, None)])
-def test_an_unknown_architecture_is_named_beside_those_like_it(
-    architecture: str | None, like: str | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("architecture", "like"), [("gemma5", "gemma, gemma2"), ("rwkv", None)])
+def test_an_unknown_architecture_is_named_beside_those_like_it(architecture: str, like: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": architecture}))
     for call, argument in ((create_model, SimpleNamespace(model_type=architecture)), (load_config, str(tmp_path))):
         message = error_of(call, argument, *(("float32",) if call is create_model else ()))
         named = f"; known and like it: {like}" if like else ""
         assert f"{architecture!r} is not supported{named}; docs/checkpoints.md lists all that are" in message
+
+
+def test_a_config_without_an_architecture_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for call, arguments in ((create_model, (SimpleNamespace(model_type=None), "float32")), (load_config, (str(tmp_path),))):
+        assert "the config names no architecture (model_type); give the folder of" in error_of(call, *arguments)
 
 
 @pytest.mark.parametrize(
