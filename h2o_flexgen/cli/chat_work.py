@@ -15,7 +15,7 @@ from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, Cha
 from h2o_flexgen.cli.errors import EndedBySignal, line_of
 from h2o_flexgen.cli.report import Entry, document_of, entry, noted
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
-from h2o_flexgen.cli.report.kept_by_policy import facts_kept
+from h2o_flexgen.cli.report.kept_by_policy import as_asked, asked_of, facts_kept
 from h2o_flexgen.cli.report.summary import guessed, say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason, unguessed_reason, unread_reason
 from h2o_flexgen.cli.terminal import printable, say
@@ -29,6 +29,7 @@ from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.planning.plan import OFF
+from h2o_flexgen.policies.recall import ALL
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import Style, choose_style
@@ -230,13 +231,18 @@ class Chat:
         """What is said of the model and its plan before a talk, and stays as it is."""
         extent, policy, budgets = self.talk.extent, llm.plan.policy, llm.plan.head_budgets
         ends = "no limit" if extent.is_endless else f"up to {extent.context} tokens of text"
-        heads = "" if budgets is None else f" with head budgets {budgets.checksum}"
+        slots = (
+            f"{extent.slots} slots a head"
+            if budgets is None
+            else f"by head budgets {budgets.checksum}, of {extent.slots} slots"
+        )
+        recalled = "" if policy.recall == ALL else f", of which a step attends {100 * policy.recall:g} %"
         yield entry(
             llm.name,
-            f"KV policy {policy.name}{heads}, {extent.slots} slots a head, {ends}; weights {_placed(llm)}",
+            f"KV policy {as_asked(policy)}, {slots}{recalled}, {ends}; weights {_placed(llm)}",
             model=llm.name,
             percent=list(llm.plan.percent),
-            kept={"policy": policy.name, "slots": extent.slots, "context": extent.context},
+            kept={"policy": policy.name, "asked": asked_of(policy), "slots": extent.slots, "context": extent.context},
             head_budgets=None if budgets is None else budgets.as_json(),
             endless=extent.is_endless,
         )

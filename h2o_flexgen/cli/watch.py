@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
@@ -81,6 +82,22 @@ def say_threads(others: Others, asked: int | None, arithmetic: Arithmetic) -> bo
 # -- while a run computes ----------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Pace:
+    """How long visits of one kind take."""
+
+    visits: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.visits += 1
+        self.seconds += seconds
+
+    def expected(self, visits: int) -> float:
+        """The seconds of so many more."""
+        return visits * self.seconds / max(self.visits, 1)
+
+
 class RunWatch:
     """Adds up the work that was done, and keeps the times that a shortened run is projected from. `blocks` are those of the
     run, as planned; after memory ran out, those that took their place. `is_crowded`: a crowd was told of before."""
@@ -97,8 +114,10 @@ class RunWatch:
         self._visits_ended = 0  # visits of the running block when it is over, and of all before it
         self._visits_before = self._tokens_before = self._tokens = 0
         self._visits = self._visits_lost = 0  # visits of the running block so far, and of blocks that memory ran out in
+        self._prompt_visits = 0  # of the running block so far
+        self._reading, self._decoding = Pace(), Pace()  # a visit that reads prompts may take as long as a hundred others
         self._stage_began = time.perf_counter()
-        self._generation_began = self._stage_began
+        self._generation_began = self._last_ended = self._stage_began
 
     @property
     def total(self) -> int:
@@ -114,7 +133,7 @@ class RunWatch:
         now = time.perf_counter()
         if stage is Stage.GENERATING:
             self.load_seconds = now - self._stage_began
-            self._generation_began = now
+            self._generation_began = self._last_ended = now
         show_stage(self._progress, stage, done_bytes, total_bytes)
 
     def visit(self, task: Task, tokens: int) -> None:
@@ -124,6 +143,7 @@ class RunWatch:
         self._tokens = tokens
         self._visits = max(self._visits, self._block.schedule.number(*task.visit) + 1)  # several devices take turns
         self._count_work(task)
+        self._time(task)
         self._progress.update(self._text(), self._done, self._details(task))
         self._crowd.look()
 
@@ -143,7 +163,7 @@ class RunWatch:
 
     def _next_block(self) -> None:
         self._index += 1
-        self._visits = 0
+        self._visits = self._prompt_visits = 0
         self._block = self.blocks[self._index]
         self._cost = Cost(self._block)
         self._visits_before = self._visits_ended
@@ -154,6 +174,12 @@ class RunWatch:
         self.flops[self._cost.product_rows(task)] += self._cost.flops(task)  # type: ignore[assignment]
         if task.step == 1:
             self.first_decode_ends[self._index][task.layer] = time.perf_counter()
+
+    def _time(self, task: Task) -> None:
+        now = time.perf_counter()
+        (self._decoding if task.step else self._reading).add(now - self._last_ended)
+        self._prompt_visits += task.step == 0
+        self._last_ended = now
 
     @property
     def _done(self) -> int:
@@ -172,9 +198,14 @@ class RunWatch:
         return [*block, *(f"{name} {place + 1}/{total}{named.get(name, '')}" for name, place, total in places)]
 
     def _text(self) -> str:
-        seconds, done = max(self.seconds, 1e-9), self._done
-        rate = (self._tokens_before + self._tokens) / seconds
-        return f"{rate:.2f} tokens/s, ETA {clock(seconds / done * (self.total - done))}"
+        """The rate and the time left, once that can be told: while the first prompts are read, it cannot."""
+        traffic, later = self._block.schedule.traffic, self.total - self._visits_lost - self._visits_ended
+        prompts = traffic.layers * traffic.batches - self._prompt_visits + later // traffic.steps
+        decode = self.total - self._done - prompts
+        if decode and not self._decoding.visits:
+            return "reading prompts"
+        rate = (self._tokens_before + self._tokens) / max(self.seconds, 1e-9)
+        return f"{rate:.2f} tokens/s, ETA {clock(self._reading.expected(prompts) + self._decoding.expected(decode))}"
 
 
 def clock(seconds: float) -> str:

@@ -136,9 +136,27 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
     for task in blocks[0].schedule.tasks():
         if task.op is Op.COMPUTE:
             watch.visit(task, tokens=task.step)
-    assert seen[0].startswith(f"block 1/2 step 1/3 layer 1/{len(spec.layers)} batch 1/2, 0.00 tokens/s, ETA ")
+    assert seen[0].startswith(f"block 1/2 step 1/3 layer 1/{len(spec.layers)} batch 1/2, reading prompts")
     assert seen[-1].startswith(f"block 1/2 step 3/3 layer {len(spec.layers)}/{len(spec.layers)} batch 2/2, ")
     assert watch.load_seconds >= 0
+
+
+def test_the_time_left_counts_visits_that_read_prompts_by_themselves(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's takes 10 s here, and a decode step's 1 s."""
+    now, seen = [0.0], list[str]()
+    monkeypatch.setattr(watch_module.time, "perf_counter", lambda: now[0])
+    progress = Progress(0, "run", io.StringIO())
+    blocks, visits = planned(spec), [10.0, 1.0, 1.0]
+    watch = RunWatch(blocks, progress)
+    progress.update = lambda text, done, details: seen.append(text)  # type: ignore[method-assign]
+    tasks = [task for block in blocks for task in block.schedule.tasks() if task.op is Op.COMPUTE]
+    left = sum(visits[task.step] for task in tasks)
+    for number, task in enumerate(tasks):
+        now[0] += visits[task.step]
+        left -= visits[task.step]
+        watch.visit(task, tokens=0)
+        is_told = number >= 2 * len(spec.layers)
+        assert seen[-1] == (f"0.00 tokens/s, ETA {clock(left)}" if is_told else "reading prompts")
 
 
 def test_slices_of_experts_are_named_beside_their_number() -> None:

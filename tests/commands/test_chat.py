@@ -97,6 +97,23 @@ def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama:
     assert [turn["tokens_read"] for turn in told["turns"]] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("flags", "said", "asked"),
+    [
+        (
+            ("--kv-recall", "0.5"),
+            "full (--kv-recall 0.5), 128 slots a head, of which a step attends 50 %, up to 128 tokens",
+            ["kv_recall"],
+        ),
+        (ROLLING, "h2o (--heavy 20 --recent 20 --positions rolling), ", ["heavy", "recent", "positions"]),
+    ],
+)
+def test_a_talk_says_what_was_asked_of_its_policy(talk: Any, flags: tuple[str, ...], said: str, asked: list[str]) -> None:
+    _, out, _ = talk(["ab"], *flags)
+    assert out[0].split(": KV policy ")[1].startswith(said)
+    assert [*json.loads(out[-1])["kept"]["asked"]] == asked
+
+
 def test_all_turns_have_the_adapter_that_is_given(talk: Any, llama: Path, tmp_path: Path) -> None:
     values = values_in(llama)
     shapes = {name: (values[name].shape[0], values[name].shape[1]) for name in matrices_of(values) if "lm_head" not in name}

@@ -41,6 +41,16 @@ TYPED = options_of(KVOptions)
 BY_FIRST_RUN = f"by the first run, once; or, if that takes more than {MOST_SECONDS / 60:g} minutes,"
 
 
+def asked_of(policy: KVPolicy) -> dict[str, object]:
+    return {name: getattr(policy.options, name) for name in policy.options.given}
+
+
+def as_asked(policy: KVPolicy) -> str:
+    """The name of a policy, and what was asked of it."""
+    words = " ".join(word for name, value in asked_of(policy).items() for word in TYPED[name].written(value))
+    return f"{policy.name} ({words})" if words else policy.name
+
+
 @dataclass(frozen=True)
 class KeptByPolicy:
     """What a KV policy keeps: what was asked for, in slots, and in rows that fit the same memory."""
@@ -98,8 +108,7 @@ class KeptByPolicy:
         return advice if other is None else f"{other.file} is of a model of another shape, {other.model}; {advice}"
 
     def _line(self) -> str:
-        asked = " ".join(word for name, value in self._asked.items() for word in TYPED[name].written(value))
-        named = f"{self.policy.name} ({asked})" if asked else self.policy.name
+        named = as_asked(self.policy)
         if not self.evicts:
             return f"{named} keeps all {_range(*self._held_range)} tokens of a row{self._recalled}"
         total, kept = format_bytes(self._full_row_bytes), format_bytes(self._row_bytes)
@@ -133,7 +142,7 @@ class KeptByPolicy:
     def _values(self) -> dict[str, object]:
         return {
             "policy": self.policy.name,
-            "asked": self._asked,
+            "asked": asked_of(self.policy),
             "slots": list(self._held_range),
             "share": round(self.share, 4),
             "evicts": self.evicts,
@@ -171,10 +180,6 @@ class KeptByPolicy:
         """Memory of a full-cache row over that of a row under this policy, scores included."""
         noted = sum(heads * self._capacity(policy) * noted for (policy, heads), noted in self._noted)
         return self._full_row_bytes / (self._row_bytes + noted)
-
-    @property
-    def _asked(self) -> dict[str, object]:
-        return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
 
     @cached_property
     def _heads(self) -> Sequence[tuple[KVPolicy, int]]:
