@@ -83,7 +83,7 @@ def say_threads(others: Others, asked: int | None, arithmetic: Arithmetic) -> bo
 
 
 @dataclass
-class Pace:
+class VisitTimes:
     """How long visits of one kind take."""
 
     visits: int = 0
@@ -115,7 +115,10 @@ class RunWatch:
         self._visits_before = self._tokens_before = self._tokens = 0
         self._visits = self._visits_lost = 0  # visits of the running block so far, and of blocks that memory ran out in
         self._prompt_visits = 0  # of the running block so far
-        self._reading, self._decoding = Pace(), Pace()  # a visit that reads prompts may take as long as a hundred others
+        self._reading, self._decoding = (
+            VisitTimes(),
+            VisitTimes(),
+        )  # a visit that reads prompts may take as long as a hundred others
         self._stage_began = time.perf_counter()
         self._generation_began = self._last_ended = self._stage_began
 

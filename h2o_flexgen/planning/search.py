@@ -242,9 +242,12 @@ class TriedPlans:
 
     @property
     def chosen(self) -> Trial:
+        near = self.near
+        as_asked = [one for one in near if one.candidate.plan.policy.recall == self.problem.plan.policy.recall]
+        near = as_asked or near  # what changes texts has to bring more than nothing
         if self.problem.prefer == LATENCY:  # among plans that end about as soon, the one that does most meanwhile
-            return max(self.near, key=lambda one: one.candidate.tokens_per_second)
-        return min(self.near, key=lambda one: (one.candidate.block_seconds, _order(self.problem, one.candidate)))
+            return max(near, key=lambda one: one.candidate.tokens_per_second)
+        return min(near, key=lambda one: (one.candidate.block_seconds, _order(self.problem, one.candidate)))
 
     def could_be_better(self, answer: BestShares, than: Trial | None) -> bool:
         """Whether an answer promises more than another has been seen to do: it never promises less than can be had."""
@@ -495,9 +498,12 @@ def _promising(problem: SearchProblem, ranked: Sequence[BestShares]) -> list[Bes
 
 def rule_of(problem: SearchProblem) -> str:
     """The rule by which the plan is chosen, in words: what `TriedPlans.near` and `TriedPlans.chosen` do."""
+    last = ", without a recall that was not asked for if one of them has none" if problem.recalls else ""
     if problem.prefer == LATENCY:
-        return f"of plans with a latency within {NEAR:.0%} of the lowest, which count as equal, the one with most tokens/s"
-    return f"of plans within {NEAR:.0%} of the most tokens/s, which count as equal, the one with the lowest latency"
+        near, taken = f"with a latency within {NEAR:.0%} of the lowest", "most tokens/s"
+    else:
+        near, taken = f"within {NEAR:.0%} of the most tokens/s", "the lowest latency"
+    return f"of plans {near}, which count as equal, the one with {taken}{last}"
 
 
 def told_recall(problem: SearchProblem, found: SearchResult) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from h2o_flexgen.planning.search import (
     NoPlan,
     SearchProblem,
     SearchResult,
+    Trial,
     TriedPlans,
     nearest_miss,
     search,
@@ -190,6 +192,20 @@ def test_what_was_read_stays_in_memory_where_a_share_comes_from_a_disk_and_that_
     assert not without.best.plan.policy.reuses_read and told_recall(replace(asked, recalls=()), without) == ""
     assert found.best.tokens_per_second > without.best.tokens_per_second
     assert not any(one.plan.policy.reuses_read for one in search(enough).all)
+
+
+@pytest.mark.parametrize(("gain", "share"), [(1 + 0.8 * NEAR, 1.0), (1 + 1.5 * NEAR, 0.1)])
+def test_a_share_is_not_attended_for_as_good_as_nothing(gain: float, share: float) -> None:
+    asked = problem(workload=Workload.uniform(8, 400, 10), batch_sizes=(4,), batches=(2,), recalls=(0.1,))
+    whole = search(asked).best
+    assert whole.plan.policy.recall == 1.0
+    faster = SimpleNamespace(
+        plan=whole.plan.recalling(0.1),
+        tokens_per_second=gain * whole.tokens_per_second,
+        block_seconds=whole.block_seconds / gain,
+    )
+    tried = TriedPlans(asked, {one.plan: Trial(None, one) for one in (faster, whole)})  # type: ignore[arg-type]
+    assert tried.chosen.candidate.plan.policy.recall == share
 
 
 def test_what_became_of_a_share_that_may_be_attended_is_said() -> None:
