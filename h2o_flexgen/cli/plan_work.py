@@ -332,7 +332,7 @@ class Why:
 
     def entries(self, with_more: bool) -> Iterator[Entry]:
         seconds = {lane: round(seconds, 6) for lane, seconds in self.lane_seconds.items()}
-        words = (self._lane_line(), self._memory_line(with_more))
+        words = (self._lane_line(), *self._prompt_lines(), self._memory_line(with_more))
         yield entry("why", words, busiest_lane=self.busiest_lane, lane_seconds_per_step=seconds, binding_tier=self.binding_tier)
 
     def _lane_line(self) -> str:
@@ -341,6 +341,14 @@ class Why:
         share = f"{100 * min(1.0, seconds / self.step_seconds):.0f} %"
         busy = f"{lane} is the busiest lane: {seconds:.3g} s of a {step}'s {self.step_seconds:.3g} s ({share})"
         return busy if self.shared is None else f"{busy}; {SHARED[self.shared]}"
+
+    def _prompt_lines(self) -> Iterator[str]:
+        """What the prompts take, where that is most of the time: another lane may be the busiest one then."""
+        prefill, total = self.best.prediction.prefill_seconds, self.best.prediction.total_seconds
+        if self.steps != [0] and prefill > total / 2:
+            lanes = self.pricing.lane_seconds(0)
+            busiest = max(lanes, key=lambda lane: lanes[lane])
+            yield f"prompts take {prefill:.3g} of all {total:.3g} s, and {busiest} is the busiest lane there"
 
     def _memory_line(self, with_more: bool) -> str:
         tier = self.binding_tier

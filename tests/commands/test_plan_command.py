@@ -232,6 +232,16 @@ def test_with_little_memory_it_says_which_lane_is_busy_and_which_memory_is_full(
     assert any(re.search(r"(CPU memory|the disk) is fullest: ", line) for line in result.out)
 
 
+@pytest.mark.parametrize(("gen_len", "is_said"), [(4, True), (400, False)])
+def test_it_says_so_where_most_of_the_time_is_for_prompts(command: Any, gen_len: int, is_said: bool) -> None:
+    flags = ("--prompt-len", 400, "--gen-len", gen_len, "--num-prompts", 4, "--gpu-batch-size", 4)
+    result = command(*flags, model="facebook/opt-1.3b", machine="cpu-2core")
+    said = [
+        line for line in result.out if re.search(r"prompts take .* of all .* s, and compute is the busiest lane there", line)
+    ]
+    assert len(said) == is_said
+
+
 def test_four_bits_are_taken_only_where_they_are_allowed(command: Any) -> None:
     flags = ("--prompt-len", 16, "--gen-len", 64, "--num-prompts", 4, "--cpu-mem", "1.2GB", "--gpu-batch-size", 4)
     asked = ((*flags, *more) for more in ((), ("--allow-4bit",)))
