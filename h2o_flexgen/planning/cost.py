@@ -140,11 +140,6 @@ class Cost:
             return self._state_rows(task) * self.planned.states[task.layer, task.batch].row_bytes
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
-    def is_in_pages(self, task: Task | Key) -> bool:
-        """Whether KV lies row by row on disk, in page groups, as steps ask for single tokens."""
-        traffic = self.schedule.traffic
-        return task.layer in traffic.choosing and traffic.kv_on_disk(task.layer, task.batch)
-
     def _bytes_row_by_row(self, task: Task | Key) -> int:
         """What a visit brings home, fetches for a text that goes on, or brings of what it chooses, if of a disk no two heads
         choose alike."""
@@ -214,7 +209,7 @@ class Cost:
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
-        if task.op.data is not Data.KV or not task.op.uses_disk or self.is_in_pages(task):
+        if task.op.data is not Data.KV or not task.op.uses_disk or self.schedule.traffic.in_pages(task.layer, task.batch):
             return self.nbytes(task)
         fetches, of_head = task.op.fetches, self.spec.at(task.layer).kv_bytes_per_head
         return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))

@@ -87,7 +87,7 @@ class Pricing:
             return self._attending(task)
         if task.op is Op.CHOOSE:
             return self._choosing(task)
-        if task.op.data is Data.KV and task.op.uses_disk and self.cost.is_in_pages(task):
+        if task.op.data is Data.KV and task.op.uses_disk and self.schedule.traffic.in_pages(task.layer, task.batch):
             return self._moving_pages(task)
         return self._moving(task) if task.op is not Op.COMPUTE else sum(self.compute_parts(task).values())
 

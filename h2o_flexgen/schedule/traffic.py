@@ -158,6 +158,10 @@ class Traffic:
         """True if decode steps choose what is brought of KV. Where it rests or the host attends it, it is attended in place."""
         return layer in self.choosing and self.moves_kv(layer, batch) and not self.is_beside(layer, batch)
 
+    def in_pages(self, layer: int, batch: int) -> bool:
+        """True if KV lies row by row on disk, in page groups, as steps ask for single tokens."""
+        return layer in self.choosing and self.kv_on_disk(layer, batch)
+
     @cached_property
     def reads_chosen(self) -> bool:
         """True if any visit chooses what is brought of its KV."""
