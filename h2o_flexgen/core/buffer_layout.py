@@ -252,7 +252,7 @@ class KVLayout:
     """The KV of one batch in one layer. In memory it is an image of all slots. On disk, slots are padded so that any range can
     be read and written directly; after them is a journal of slots that changed one by one.
 
-    Where decode steps choose the tokens that they read, KV lies row by row on disk. Each row has its tokens in *page groups*:
+    Where decode steps choose the tokens that they bring, KV lies row by row. On disk each row has its tokens in *page groups*:
     as many tokens as a page has room for, or one in several. A token has its keys of all heads, and behind them its values."""
 
     rows: int
@@ -260,7 +260,7 @@ class KVLayout:
     slots: int  # slots of each row
     journal: int  # slots of the journal
     row_bytes: int  # bytes of a row's keys and values in one slot
-    in_pages: bool = False  # on disk, row by row, in page groups
+    by_row: bool = False  # at home rows lie one behind the other: on disk in page groups
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -293,7 +293,7 @@ class KVLayout:
 
     @property
     def disk_bytes(self) -> int:
-        return self.rows * self.disk_row_bytes if self.in_pages else self.journal_start(self.journal)
+        return self.rows * self.disk_row_bytes if self.by_row else self.journal_start(self.journal)
 
     @property
     def page_group_tokens(self) -> int:

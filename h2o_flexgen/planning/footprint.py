@@ -326,8 +326,8 @@ def _disk_buffers(planned: BlockPlan, site: Site) -> int:
     threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1 + writes_prefixes
     on_disk = {planned.kv.layouts(*place) for place, tier in planned.schedule.traffic.kv.items() if tier == DISK}
     layouts = [layout for levels in on_disk for layout in levels if layout is not None]
-    slots = (layout.page_group_bytes if layout.in_pages else layout.padded_slot_bytes for layout in layouts)
-    gathered = max((gather_buffer_bytes(layout.page_group_bytes) for layout in layouts if layout.in_pages), default=0)
+    slots = (layout.page_group_bytes if layout.by_row else layout.padded_slot_bytes for layout in layouts)
+    gathered = max((gather_buffer_bytes(layout.page_group_bytes) for layout in layouts if layout.by_row), default=0)
     return threads * disk_buffer_bytes(max(slots, default=0)) + GATHER_PARTS * gathered
 
 

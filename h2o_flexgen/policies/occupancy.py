@@ -125,9 +125,9 @@ class Occupancy:
 
     def layout(self, spec: ModelSpec, heads: int) -> KVLayout:
         """How keys and values of the batch lie in one layer, of so many of its KV heads."""
-        in_pages = any(budget.recall != ALL for budget in self.budgets)
-        journal = 0 if in_pages else self.journal_capacity
-        return KVLayout(self.batch.size, heads, self.capacity, journal, heads * spec.kv_bytes_per_head, in_pages)
+        by_row = any(budget.recall != ALL for budget in self.budgets)
+        journal = 0 if by_row else self.journal_capacity
+        return KVLayout(self.batch.size, heads, self.capacity, journal, heads * spec.kv_bytes_per_head, by_row)
 
     @property
     def evicts(self) -> bool:

@@ -65,7 +65,7 @@ def disk_of_threads(offload: Path) -> Iterator[DiskTier]:
 
 
 def layout_of(width: int) -> KVLayout:
-    return KVLayout(ROWS, HEADS, SLOTS, 0, 2 * HEADS * width * 4, in_pages=True)
+    return KVLayout(ROWS, HEADS, SLOTS, 0, 2 * HEADS * width * 4, by_row=True)
 
 
 def opened(disk: DiskTier, layout: KVLayout) -> KVPages:
@@ -432,7 +432,7 @@ def test_nothing_is_read_through_a_queue_that_is_closed(disk: DiskTier) -> None:
 
 
 def bring_many(tokens: int, disk: DiskTier, noted: Callable[..., None], group_bytes: int = ALIGNMENT) -> None:
-    layout = KVLayout(1, HEADS, 3000, 0, group_bytes, in_pages=True)
+    layout = KVLayout(1, HEADS, 3000, 0, group_bytes, by_row=True)
     pages, now, image = opened(disk, layout), step_of((2990,)), torch.zeros(2, 1, HEADS, 3000, 256)
     chosen = np.tile(np.arange(0, 2 * tokens, 2), (1, HEADS, 1))
     with patch.object(memory_disk, "read_tokens", noted):

@@ -13,7 +13,7 @@ from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.memory.device import Device
 
 ROWS, HEADS, SLOTS, WIDTH = 3, 2, 5, 4
-LAYOUT = KVLayout(ROWS, HEADS, SLOTS, 0, 2 * HEADS * WIDTH * 4, in_pages=True)
+LAYOUT = KVLayout(ROWS, HEADS, SLOTS, 0, 2 * HEADS * WIDTH * 4, by_row=True)
 CODING = Coding(PLAIN, torch.float32, WIDTH)
 
 

@@ -163,14 +163,14 @@ class KVStore:
             if tier == DISK:
                 self._on_disk[place] = memories.disk.alloc(layout.disk_bytes)
                 held.callback(memories.disk.free, self._on_disk[place])
-                if layout.in_pages:
+                if layout.by_row:
                     memories.disk.start_gathering()
                     self._pages[place] = KVPages(self._on_disk[place], layout, memories.disk, self._tokens_read(held, layout))
             else:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = home = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, home)
-                if layout.in_pages and traffic.brings_chosen(*place):
+                if layout.by_row and traffic.brings_chosen(*place):
                     self._rows[place] = KVRows(home, layout, self._coding, memories.device, on_device[place[1]])
             region = self._notes_region(held, layout, traffic.is_beside(*place)) if self._note_bytes else None
             self._notes[place] = self._noted_in(region, layout.shape)
