@@ -19,6 +19,7 @@ IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_bac
 def registered() -> torch.library.Library:
     """Tells torch of the device, once. What makes tensors past all modes of a thread, as `torch.tensor` does, comes here."""
     backend_registration._setup_privateuseone_for_python_backend(NAME)
+    torch.get_device_module(NAME).__name__ = f"torch.{NAME}"  # transformers asks every device for it, in any later test
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("empty.memory_format", _empty, "PrivateUse1")
