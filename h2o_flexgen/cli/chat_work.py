@@ -231,15 +231,11 @@ class Chat:
         """What is said of the model and its plan before a talk, and stays as it is."""
         extent, policy, budgets = self.talk.extent, llm.plan.policy, llm.plan.head_budgets
         ends = "no limit" if extent.is_endless else f"up to {extent.context} tokens of text"
-        slots = (
-            f"{extent.slots} slots a head"
-            if budgets is None
-            else f"by head budgets {budgets.checksum}, of {extent.slots} slots"
-        )
+        of_head = "a head" if budgets is None else f"at most a head, by head budgets {budgets.checksum}"
         recalled = "" if policy.recall == ALL else f", of which a step attends {100 * policy.recall:g} %"
         yield entry(
             llm.name,
-            f"KV policy {as_asked(policy)}, {slots}{recalled}, {ends}; weights {_placed(llm)}",
+            f"KV policy {as_asked(policy)}, {extent.slots} slots {of_head}{recalled}, {ends}; weights {_placed(llm)}",
             model=llm.name,
             percent=list(llm.plan.percent),
             kept={"policy": policy.name, "asked": asked_of(policy), "slots": extent.slots, "context": extent.context},

@@ -115,10 +115,7 @@ class RunWatch:
         self._visits_before = self._tokens_before = self._tokens = 0
         self._visits = self._visits_lost = 0  # visits of the running block so far, and of blocks that memory ran out in
         self._prompt_visits = 0  # of the running block so far
-        self._reading, self._decoding = (
-            VisitTimes(),
-            VisitTimes(),
-        )  # a visit that reads prompts may take as long as a hundred others
+        self._reading, self._decoding = VisitTimes(), VisitTimes()  # one that reads prompts may take as long as a hundred
         self._stage_began = time.perf_counter()
         self._generation_began = self._last_ended = self._stage_began
 
