@@ -52,12 +52,15 @@ class MemorySize(Allowed):
     """A size in bytes, kept as it was typed, since messages and printed flags repeat it."""
 
     def value(self, name: str, given: object, note: str = "") -> int | str:
-        return self.typed(given) if isinstance(given, str) else parse_bytes(given)  # type: ignore[arg-type]
+        size: int | str = given  # type: ignore[assignment]
+        nbytes, has_unit = parse_bytes(size), isinstance(size, str) and size.strip()[-1].isalpha()
+        if nbytes < LEAST_BARE and not has_unit:
+            like = f"{size}".strip()
+            raise ValueError(f"size {shown(size)} would be {counted(nbytes, 'byte')}; write its unit, like '{like}GB'")
+        return size
 
     def typed(self, word: str) -> str:
-        if (nbytes := parse_bytes(word)) < LEAST_BARE and not word.strip()[-1].isalpha():
-            raise ValueError(f"size {shown(word)} would be {counted(nbytes, 'byte')}; write its unit, like {word.strip()}GB")
-        return word
+        return str(self.value("", word))
 
 
 SIZE = MemorySize()

@@ -138,7 +138,7 @@ def test_percent_takes_plain_digits(percent: str, capsys: pytest.CaptureFixture[
         (["--top-p", "0"], "argument --top-p: '0' is not allowed; give a number above 0 and at most 1"),
         (["--temperature", "-1"], "argument --temperature: '-1' is not allowed; give a number from 0 to 100"),
         (["--temperature", "101"], "argument --temperature: '101' is not allowed; give a number from 0 to 100"),
-        (["--cpu-mem", "8"], "argument --cpu-mem: size '8' would be 8 bytes; write its unit, like 8GB"),
+        (["--cpu-mem", "8"], "argument --cpu-mem: size '8' would be 8 bytes; write its unit, like '8GB'"),
         (["--cpu-mem", "1_0GB"], "argument --cpu-mem: size '1_0GB' is not understood; write it like 16GB or 8GiB"),
     ],
 )

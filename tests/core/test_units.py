@@ -57,6 +57,13 @@ def test_a_size_is_a_plain_number_that_a_machine_could_have(size: int | str) -> 
 def test_a_small_number_in_a_text_lacks_its_unit(size: str) -> None:
     for read in (SIZE.typed, lambda text: SIZE.value("cpu_mem", text)):
         would = f"{int(float(size))} byte{'s' * (float(size) >= 2)}"
-        with pytest.raises(ValueError, match=rf"^size '{size}' would be {would}; write its unit, like {size.strip()}GB$"):
+        with pytest.raises(ValueError, match=rf"^size '{size}' would be {would}; write its unit, like '{size.strip()}GB'$"):
             read(size)
-    assert (SIZE.value("cpu_mem", 8), SIZE.value("cpu_mem", "10000"), SIZE.typed("8B")) == (8, "10000", "8B")
+    assert (SIZE.value("cpu_mem", "10000"), SIZE.typed("8B")) == ("10000", "8B")
+
+
+@pytest.mark.parametrize("size", [1, 8, 9_999])
+def test_a_small_number_lacks_its_unit_in_python_too(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"^size {size} would be {size} bytes?; write its unit, like '{size}GB'$"):
+        SIZE.value("cpu_mem", size)
+    assert SIZE.value("cpu_mem", 10_000) == 10_000
