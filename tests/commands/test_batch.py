@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -513,13 +513,14 @@ WORDS = (
 ON_ALL_TIERS = ("--percent", "0", "50", "0", "50", "0", "50", "--gpu-batch-size", "8", "--num-gpu-batches", "2")
 # of the models of the package the one whose process begins soonest: transformers imports seconds' worth for a LLaMA
 DEMO = ("--model", "demo-opt", "--dtype", "float32", "--device", "cpu", "--verbose", "0", "--seed", "5", *ON_ALL_TIERS)
-
+BATCH = ("h2o_flexgen.batch",)
 
 JOB = 24  # requests: one and a half times the rows that are computed at once
 
 
-def started(*flags: object, **how: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "h2o_flexgen.batch", *map(str, flags)]
+def started(*flags: object, program: Sequence[object] = BATCH, **how: Any) -> subprocess.Popen[str]:
+    """A module that is run as a program: the command, or one that plays a part in it. It begins with flags of its own."""
+    command = [sys.executable, "-m", *map(str, (*program, *flags))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
 

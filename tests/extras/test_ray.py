@@ -43,6 +43,7 @@ from h2o_flexgen.planning.plan_requirements import PlanRequirements
 from h2o_flexgen.sampling.completion import Completion
 from h2o_flexgen.session.open_request import ModelRequest, OpenRequest, SiteRequest
 from tests.commands.test_batch import (
+    BATCH,
     DEMO,
     break_requests,
     demo_requests,
@@ -54,6 +55,7 @@ from tests.commands.test_batch import (
     when,
     write,
 )
+from tests.extras.held_worker import IN_PORTION, held_by
 from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.signals import as_in_a_terminal
@@ -544,34 +546,37 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def started_on_workers(file: Path, out: Path, folder: Path, *flags: str) -> subprocess.Popen[str]:
+def started_on_workers(
+    file: Path, out: Path, folder: Path, *flags: str, program: Sequence[object] = BATCH
+) -> subprocess.Popen[str]:
     """A job of two workers in a process of its own, with this folder for temporary files."""
     on_workers = ("--ray", "local", "--workers", "2", "--hand-out", "12")
     return started(
-        "-i", file, "-o", out, *DEMO, *on_workers, *flags,
-        preexec_fn=as_in_a_terminal, env={**os.environ, "TMPDIR": str(folder)},
+        "-i", file, "-o", out, *DEMO, *on_workers, *flags, program=program,
+        preexec_fn=as_in_a_terminal, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_job_whose_worker_is_killed_is_that_of_one_process(tmp_path: Path, short_folder: Path) -> None:
-    """Two workers; one is killed after some records. Nothing is missing, nothing comes twice, and nothing stays behind, also
-    of what an earlier job had to leave that was killed."""
+    """A worker is killed in the middle of its portion, where it is held. Nothing is missing, nothing comes twice, and nothing
+    stays behind, also of what an earlier job had to leave that was killed."""
     file, out, alone = write(tmp_path / "in.jsonl", demo_requests(48)), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
     assert batch.main(["-i", str(file), "-o", str(alone), *DEMO]) == 0
     (short_folder / f"{RAY_PREFIX}dead").mkdir()
-    process = started_on_workers(file, out, short_folder)
-    when(process, lambda: has_lines(out, 8))
+    numbers = tmp_path / "held"
+    process = started_on_workers(file, out, short_folder, program=("tests.extras.held_worker", IN_PORTION, numbers))
+    when(process, lambda: bool(held_by(numbers)) and has_lines(out, 8))
     begun = children(process) if process.poll() is None else []
-    workers = [one for one in begun if "Worker" in one.name() or "ray::Worker" in "".join(one.cmdline())]
-    assert len(workers) == 2, has_ended(process)
-    os.kill(workers[0].pid, signal.SIGKILL)
-    shown, err = process.communicate()
-    assert process.returncode == 0, err
+    assert begun, has_ended(process)
+    for number in held_by(numbers):
+        os.kill(number, signal.SIGKILL)
+    shown, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0 and len(held_by(numbers)) == 1, err
     assert records(out) == records(alone) and len(records(out)) == 48
     document = json.loads(shown.splitlines()[-1])  # Ray says before it that a worker has died
     assert (document["requests_done"], document["requests_failed"]) == (48, 0)
-    psutil.wait_procs(begun, timeout=60)
+    psutil.wait_procs(begun, timeout=PATIENCE_SECONDS)
     assert not any(map(is_running, begun)) and list(short_folder.iterdir()) == []
 
 
