@@ -24,6 +24,7 @@ from h2o_flexgen.planning.plan import OFF, Plan
 from h2o_flexgen.planning.predict import BlockPrediction, with_fewer_blocks
 from h2o_flexgen.planning.search import BUFFERS, WORTH_BUFFERS
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.profiling.gpu_checks import outlived_check
 
 SLOW = "slow"  # the first word of each line
 WORTH_SAYING: Mapping[str, float] = {INT8: 1.3, EXACT: 1.1}  # times that other products must be faster to be named
@@ -171,9 +172,11 @@ def unrecorded_reason(unrecorded: Mapping[str, str]) -> Iterator[str]:
 def unchecked_reason(plan: Plan, site: Site) -> Iterator[str]:
     """The reason that a GPU launches call by call what it could replay, if nothing but a check is missing."""
     if site.accelerator and not plan.may_capture(site.graph_bytes) and plan.graphs == AUTO and plan.may_capture(0):
+        outlived = outlived_check(site.processor.device)
         yield (
-            "graphs would replay decode steps, but no check has found that they hold on this GPU; in a checkout, "
-            "`scripts/gpu_check OUT_FOLDER --only contract graphs` checks it, and --graphs on takes them unchecked"
+            f"graphs would replay decode steps, but {outlived or 'no check has found that they hold on this GPU'}; in a "
+            f"checkout, `scripts/gpu_check OUT_FOLDER --only contract graphs` {'renews' if outlived else 'checks'} it, and "
+            "--graphs on takes them unchecked"
         )
 
 

@@ -1,7 +1,6 @@
 """Checks of GPUs that were kept: where graphs were found to hold on a kind of GPU, plans have them by default.
 
-A check holds for the same GPU with the same libraries and the same version of this package, and is made by
-scripts/gpu_check.
+A check holds for the same GPU and driver, the same libraries and the same code, and is made by scripts/gpu_check.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,14 +23,33 @@ from h2o_flexgen.planning.machine import kept_folder
 
 MISSING = "none"
 KEPT = "gpu_checks"  # the folder of all that are kept
+PACKAGE = Path(h2o_flexgen.__file__).parent
+ROOMS = ("core", "engine", "formats", "kernels", "kv", "memory", "models", "policies", "sampling", "schedule")  # make a step
+PYTHON = (".py",)  # how files of it end, Triton's kernels too; those in C are in no graph of a GPU
+DRIVER = Path("/proc/driver/nvidia/version")
+CODE = "code"
+NOT_KEPT = OSError, ValueError, KeyError, TypeError, RuntimeError  # there is none, a damaged one, or no such device
 
 
 def kept_graph_bytes(device: torch.device | str) -> int | None:
     """The bytes that the GPU takes for a graph, as its check has measured them; None where no kept check was passed."""
     try:
-        kept = json.loads(check_file(device).read_text(encoding="utf-8"))
-        return int(kept["graph_bytes"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # there is none, a damaged one, or no such device
+        if not _checks_of(gpu_name(device)):  # most often: what takes some ms is then not done
+            return None
+        return int(json.loads(check_file(device).read_text(encoding="utf-8"))["graph_bytes"])
+    except NOT_KEPT:
+        return None
+
+
+def outlived_check(device: torch.device | str) -> str | None:
+    """Why the latest kept check of this GPU does not count any more; None where there is none, or it counts."""
+    try:
+        kept = max((json.loads(file.read_text(encoding="utf-8")) for file in _checks_of(gpu_name(device))), key=_when)
+        own = what_is_checked(device)
+        changed = [part for part, now in own.items() if kept[part] != now]
+        told = ["other code" if part == CODE else f"{part} {kept[part]}, and not {own[part]}" for part in changed]
+        return f"the check of this GPU of {kept['checked']} was made with {'; '.join(told)}" if told else None
+    except NOT_KEPT:
         return None
 
 
@@ -52,26 +71,72 @@ def take_checks(places: Iterable[Path], folder: Path) -> None:
 
 
 def forget_check(device: torch.device | str) -> None:
-    """Forgets a check that was kept: a later one was not passed."""
-    check_file(device).unlink(missing_ok=True)
+    """Forgets the checks of this GPU that were kept, of older code too: a later one was not passed."""
+    for file in _checks_of(gpu_name(device)):
+        file.unlink(missing_ok=True)
 
 
 def check_file(device: torch.device | str) -> Path:
     parts = what_is_checked(device)
-    digest = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=4).hexdigest()
-    return kept_folder(KEPT) / f"{re.sub(r'[^a-z0-9.]+', '-', parts['gpu'].lower()).strip('-')}-{digest}.json"
+    return kept_folder(KEPT) / f"{_in_names(parts['gpu'])}-{digest_of((), parts)}.json"
 
 
 def what_is_checked(device: torch.device | str) -> Mapping[str, str]:
     """All that a check depends on."""
-    there = torch.device(device)
-    name_of = getattr(torch.get_device_module(there), "get_device_name", None)
     return {
-        "gpu": there.type if name_of is None else str(name_of(there)),
+        "gpu": gpu_name(device),
+        "driver": _driver(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "package": h2o_flexgen.__version__,
+        CODE: code_of_steps(),
     }
+
+
+def gpu_name(device: torch.device | str) -> str:
+    there = torch.device(device)
+    name_of = getattr(torch.get_device_module(there), "get_device_name", None)
+    return there.type if name_of is None else str(name_of(there))
+
+
+@cache
+def code_of_steps() -> str:
+    """A digest of the code that a decode step is made of. It says the same of a checkout and of what is installed from it."""
+    return digest_of(written_in((PACKAGE / room for room in ROOMS), PYTHON))
+
+
+def written_in(places: Iterable[Path], endings: Iterable[str]) -> list[Path]:
+    """The files of these folders, and those that are named themselves, in an order that does not depend on the machine."""
+    there = (file for place in places for file in (place, *place.rglob("*")))
+    return sorted(file for file in there if file.suffix in endings)
+
+
+def digest_of(files: Iterable[Path], *parts: object) -> str:
+    """Stands for what files hold and for values that JSON can write: others have it only if all of that is the same."""
+    digest = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _checks_of(gpu: str) -> list[Path]:
+    return list(kept_folder(KEPT).glob(f"{_in_names(gpu)}-{'[0-9a-f]' * 16}.json"))
+
+
+def _in_names(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", gpu.lower()).strip("-")
+
+
+def _when(kept: Mapping[str, str]) -> str:
+    return kept["checked"]
+
+
+def _driver() -> str:
+    """The version of the GPU's driver, where the system tells it."""
+    try:
+        found = re.search(r"\d+\.\d+[\d.]*", DRIVER.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return MISSING
+    return found[0] if found else MISSING
 
 
 def _version(package: str) -> str:

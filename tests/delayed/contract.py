@@ -26,7 +26,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,7 +34,7 @@ import psutil
 from h2o_flexgen.formats.kernel_table import TORCH
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.memory.device import CudaDevice
-from h2o_flexgen.profiling.gpu_checks import what_is_checked
+from h2o_flexgen.profiling.gpu_checks import digest_of, what_is_checked, written_in
 from tests.delayed.dealing import Dealer, Order, Start, forked, spawned
 from tests.delayed.late import ALSO_LATE
 from tests.delayed.planted import FAULTS, HANGS
@@ -171,16 +170,12 @@ def run(stand_name: str, fault: str, options: argparse.Namespace, start: Start, 
 
 def code_of_results() -> str:
     """A digest of all that results depend on."""
-    digest = blake2b(json.dumps([dict(what_is_checked(CudaDevice.kind)), lacks()]).encode(), digest_size=8)
-    for file in sources():
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return digest_of(sources(), what_is_checked(CudaDevice.kind), lacks())
 
 
 def sources() -> list[Path]:
     """The files of this code: kernels in C, too, by which the processor attends."""
-    there = (file for place in CODE for file in (ROOT / place, *(ROOT / place).rglob("*")))
-    return sorted(file for file in there if file.suffix in WRITTEN)
+    return written_in((ROOT / place for place in CODE), WRITTEN)
 
 
 def lacks() -> list[str]:
