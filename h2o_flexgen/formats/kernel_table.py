@@ -56,6 +56,7 @@ ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster t
 ROWS_OF_DOTS = 16  # up to here dot products of stored formats were measured to be faster than panels made of them
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
+ROWS_OF_COUNTED = 4  # of an expert on average, up to which a kernel for GPUs reads a plain one once (arithmetic)
 ROWS_OF_PLAIN_DOTS = 4  # up to here dot products of plain matrices were measured to be faster than torch's and than panels
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 WIDE_SIDE = 4096  # of a matrix so large that all else that a format stores is small beside its values
@@ -221,6 +222,8 @@ def _of_plain_products() -> Iterator[Kernel]:
     yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "plain_product")
+    few = Kernel(COUNTED_PRODUCTS, PLAIN, "counted_plain_products", CUDA, (TRITON,), DTYPES, within=FLOAT32)
+    yield replace(few, most_rows=ROWS_OF_COUNTED)
     yield Kernel(STEADY_PRODUCT, PLAIN, "pair_product", CPU, OF_PAIRS, ("bfloat16",))
     yield Kernel(STEADY_PRODUCT, PLAIN, "wide_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(STEADY_PRODUCT, PLAIN, "plain_product")

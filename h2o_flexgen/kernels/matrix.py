@@ -179,11 +179,18 @@ def counted_linear_of_each(x: Factor, matrices: Sequence[tuple[Matrix, Tensor | 
     return out
 
 
-def can_be_counted(x: Tensor, matrices: Sequence[object]) -> bool:
-    """Whether rows that only memory counts may meet these matrices, and nothing waits for it. They have one format then."""
-    kinds = {(each.product, each.format) for each in matrices if isinstance(each, PackedMatrix) and not _is_ordered(each)}
-    are_packed = all(isinstance(each, PackedMatrix) and not _is_ordered(each) for each in matrices)
-    return are_packed and len(kinds) == 1 and all(counts_in_memory(*kind, x) for kind in kinds)
+def can_be_counted(x: Tensor, each: int, matrices: Sequence[object]) -> bool:
+    """Whether rows that only memory counts may meet these matrices, `each` as many on average, and nothing waits for it. They
+    have one format then."""
+    counted = [one for one in matrices if isinstance(one, (Tensor, PackedMatrix)) and _lies_as_counted(one, x.dtype)]
+    kinds = {_multiplied_as(one) for one in counted}
+    return len(counted) == len(matrices) and len(kinds) == 1 and all(counts_in_memory(*kind, x, each) for kind in kinds)
+
+
+def _lies_as_counted(matrix: Tensor | PackedMatrix, dtype: torch.dtype) -> bool:
+    if isinstance(matrix, PackedMatrix):
+        return not _is_ordered(matrix)
+    return matrix.dtype == dtype and matrix.is_contiguous()  # one in other memory would be copied to ever new places
 
 
 def _is_ordered(matrix: Matrix) -> bool:

@@ -215,9 +215,10 @@ def counted_products(op: str, format: str, x: Factor, meetings: Sequence[Meeting
         counted(FORMATS[format], x.within(least, most), meetings, out)
 
 
-def counts_in_memory(op: str, format: str, like: Tensor) -> bool:
-    """Whether rows like these, which memory counts, may be multiplied with matrices of a format, and nothing waits for it."""
-    return op == PRODUCT and chosen(COUNTED_PRODUCTS, format, like) is not None
+def counts_in_memory(op: str, format: str, like: Tensor, each: int = 1) -> bool:
+    """Whether rows like these, which memory counts, may be multiplied with matrices of a format, and nothing waits for it.
+    `each`: how many of them meet a matrix on average."""
+    return op == PRODUCT and chosen(COUNTED_PRODUCTS, format, like, each) is not None
 
 
 def _by_rows(op: str, format: str, like: Tensor, most: int) -> list[tuple[int, int, Function | None]]:

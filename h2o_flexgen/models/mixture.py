@@ -92,6 +92,10 @@ class Mixture:
         """The part of all tokens that an expert gets on average."""
         return self.chosen / self.experts
 
+    def rows_of_each(self, choices: Tensor) -> int:
+        """How many rows an expert gets on average where the tokens have these choices (tokens, chosen)."""
+        return ceil(choices.numel() / self.experts)
+
     def slices(self, width: int) -> Iterator[range]:
         """The experts of each slice."""
         step = max(1, min(-(-self.experts // SLICES), MOST_VALUES // (3 * width * self.inner)))
@@ -282,8 +286,8 @@ class MixtureOfExperts(Decoder):
 
     def _asked(self, state: Routed, own: range, weights: Weights) -> Iterator[ExpertGroup]:
         """What these experts are asked. Of few tokens nothing waits for what the router has chosen, where kernels can do so."""
-        is_read = RECORDER.get() is None and state.experts.numel() <= FEW_ROWS
-        if is_read and tensor_ops.counts_stay(state.normed, weights, EXPERTS, self._gating):
+        is_read, each = RECORDER.get() is None and state.experts.numel() <= FEW_ROWS, self._mixture.rows_of_each(state.experts)
+        if is_read and tensor_ops.counts_stay(state.normed, each, weights, EXPERTS, self._gating):
             rows, to, shares, begins = gather_counted(state.chosen, state.normed, own)
             yield ExpertGroup(own, CountedRows(begins, len(own), len(state.experts)), rows, shares, to)
         else:

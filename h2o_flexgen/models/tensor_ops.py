@@ -94,10 +94,11 @@ def linears_of_each(x: Tensor, counts: Counts, weights: Weights, *names: Sequenc
         yield linear_of_each(factor, list(meetings))
 
 
-def counts_stay(x: Tensor, weights: Weights, beginning: str, gating: Gating) -> bool:
-    """Whether rows may meet the matrices with names that begin so, and be gated, without a wait for how many meet which."""
+def counts_stay(x: Tensor, each: int, weights: Weights, beginning: str, gating: Gating) -> bool:
+    """Whether rows may meet the matrices with names that begin so, and be gated, without a wait for how many meet which.
+    `each`: how many meet one on average."""
     matrices = [weight for name, weight in weights.items() if name.startswith(beginning) and name.endswith(".weight")]
-    return gating is gated_silu and can_be_counted(x, matrices)
+    return gating is gated_silu and can_be_counted(x, each, matrices)
 
 
 def linear_of_heads(x: Tensor, weights: Weights, name: str) -> Tensor:

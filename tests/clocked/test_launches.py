@@ -1,6 +1,8 @@
 """A decode step on a device: what is launched for each kind of layer, and how often the host waits.
 
 Nothing waits inside a layer, so that the caller's thread may launch a whole step ahead; the head waits once, for its tokens.
+Where the experts of a slice are there, it does not wait for a router's choice, if kernels count the rows. Functions of torch
+stand for these kernels here.
 """
 
 from __future__ import annotations
@@ -11,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from h2o_flexgen.formats.kernel_table import ADD_COUNTED, COUNTED_PRODUCTS, GATHER_COUNTED
 from h2o_flexgen.formats.table import PLAIN
+from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
+from h2o_flexgen.kernels.routing import Chosen, GatheredRows
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.clocked.checker import Checker
 from tests.clocked.tensor import NAME
@@ -83,3 +91,46 @@ def test_the_host_waits_once_at_each_head_and_never_inside_a_layer(
     stored = by_task(checker.waited, "STORE")
     assert set(stored.values()) <= {WAITS_OF_SINGLE_SLOTS} and bool(stored) == bool(policy)
     assert {task.split()[0] for task in stored} <= {"STORE_KV"}
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------------
+
+
+def gathered(chosen: Chosen, rows: Tensor, experts: range) -> GatheredRows:
+    run = chosen.numbers.flatten() - experts.start
+    run = torch.where((run >= 0) & (run < len(experts)), run, len(experts))
+    order = run.argsort(stable=True)
+    begins = (run < torch.arange(len(experts) + 1, device=rows.device)[:, None]).sum(1)
+    to = order.div(chosen.numbers.shape[1], rounding_mode="floor")
+    return GatheredRows(rows.index_select(0, to), to, chosen.shares.flatten().index_select(0, order), begins)
+
+
+def multiplied(format: object, x: Factor, meetings: list[Meeting], out: Tensor) -> None:
+    assert x.counted is not None
+    row, begins = torch.arange(len(out), device=out.device)[:, None], x.counted.begins
+    for number, meeting in enumerate(meetings):
+        is_own = (row >= begins[number]) & (row < begins[number + 1])
+        out.copy_(torch.where(is_own, x.values @ meeting.data.T, out))
+
+
+def added(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counted: CountedRows) -> None:
+    is_own = torch.arange(len(rows), device=rows.device) < counted.begins[counted.runs]
+    sums.index_add_(0, to, torch.where(is_own[:, None], rows * weights[:, None], 0.0))
+
+
+STANDING_IN = {GATHER_COUNTED: gathered, COUNTED_PRODUCTS: multiplied, ADD_COUNTED: added}
+HEAD_BEHIND_EXPERTS = 19  # of three blocks, each an attention and five slices
+STAYING = Case("olmoe", (100, 0, 0, 100, 0, 100), (3, 2, 4, 2), 4, device=NAME)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_where_its_experts_are_there_no_slice_waits_for_the_choice(
+    counts: bool, by_twins: Checkpoints, offload: Path, checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = operations.chosen
+    if counts:
+        monkeypatch.setattr(operations, "chosen", lambda op, *of, **more: STANDING_IN.get(op) or chosen(op, *of, **more))
+    generate(STAYING, by_twins, offload)
+    waits = by_task(checker.waited, "COMPUTE 2.")
+    heads = {f"COMPUTE 2.{HEAD_BEHIND_EXPERTS}.{batch}": WAITS_OF_A_HEAD for batch in (0, 1)}
+    assert (waits == heads) == counts and waits.items() >= heads.items()

@@ -21,7 +21,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("stored_decode", "take_slots", "gather_slots"), ("out",)),
     **dict.fromkeys(("append", "append_coded", "evict"), ("image", "notes")),
     "gather_counted": (),
-    **dict.fromkeys(("counted_tile_products", "counted_stored_products"), ("out",)),
+    **dict.fromkeys(("counted_plain_products", "counted_tile_products", "counted_stored_products"), ("out",)),
     "add_counted": ("sums",),
     **dict.fromkeys(("rotate", "rms_norm", "decode_attention", "prompt_attention", "shared_attention"), ()),
     "choose_slots": (),

@@ -1,7 +1,8 @@
 """Experts of which only memory counts the rows: what a router has chosen is gathered, multiplied and summed up without a wait.
 
 A program of a product looks where the rows of its expert begin and end, and does nothing where there are none: so only experts
-that a row was given to are read. A row comes out with the bits that it has alone.
+that a row was given to are read. A row comes out with the bits that it has alone. Packed experts have those of the product of
+few rows, too; plain ones are multiplied by torch elsewhere, with other last bits.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.formats.grouped import Tiled, groups_of
-from h2o_flexgen.formats.table import Stored
+from h2o_flexgen.formats.table import PlainFormat, Stored
 from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
+from h2o_flexgen.kernels.gpu.codes import as_float32
 from h2o_flexgen.kernels.gpu.launching import ALIGNED, Launch, Seen, kept_by_shape, launcher, seen
 from h2o_flexgen.kernels.gpu.stored_product import Sizes, multiply_rows
 from h2o_flexgen.kernels.gpu.stored_values import parts_of
@@ -28,6 +30,7 @@ from h2o_flexgen.kernels.routing import Chosen, GatheredRows
 
 TABLES_KNOWN = 1 << 14  # of addresses: some for each slice of a model. To make one waits for its copy to the GPU
 COLUMNS = 1024  # of a sum, that a program adds up
+PLAIN_WARPS, SUMS_OF_THREAD = 4, 64  # of a product of plain matrices
 
 # -- gather counted --------------------------------------------------------------------------------------------------------
 
@@ -90,6 +93,13 @@ def counted_stored_products(format: Stored, x: Factor, meetings: Sequence[Meetin
     _multiply(
         partial(counted_stored_of, format.name, begin, scales.dtype, zeros.dtype), x, sections, meetings, out, (scales, zeros)
     )
+
+
+def counted_plain_products(format: PlainFormat, x: Factor, meetings: Sequence[Meeting], out: Tensor) -> None:
+    """The same of plain matrices, which have the type of the rows."""
+    starts, (shape, steps, dtype) = _starts(meetings), seen(meetings[0].data)
+    assert shape == (out.shape[1], x.values.shape[1]) and steps == (shape[1], 1) and dtype == x.values.dtype
+    _multiply(partial(counted_plain_of, reduce(or_, starts) % ALIGNED), x, starts, meetings, out)
 
 
 def _starts(meetings: Sequence[Meeting]) -> list[int]:
@@ -207,6 +217,81 @@ def counted_product_kernel(
             own, own_scales, own_zeros, x, bias, out, output, row, end, outputs, inputs, row_bytes,
             HAS_BIAS, LAYOUT, AT_ONCE, ROWS, OUTPUTS, LANES,
         )  # fmt: skip
+
+
+@kept_by_shape
+def counted_plain_of(
+    begin: int, shape: torch.Size, dtype: torch.dtype, outputs: int, has_bias: bool, runs: int, most: int
+) -> Launch:
+    """A thread loads 16 bytes at once of each output, whatever the number of rows. So sums have one order."""
+    values, at_once = ALIGNED // dtype.itemsize, min(ROWS_AT_ONCE, triton.next_power_of_2(most))
+    warps = max(1, min(PLAIN_WARPS, triton.next_power_of_2(shape[1]) // (32 * values)))
+    outputs_at_once = SUMS_OF_THREAD // (values * at_once)
+    blocks, groups = triton.cdiv(outputs, outputs_at_once), triton.cdiv(most, at_once)
+    return launcher(
+        counted_plain_kernel,
+        (runs * blocks * groups,),
+        (runs, blocks, groups, outputs, shape[1]),
+        HAS_BIAS=has_bias,
+        ALIGNED=gcd(begin, ALIGNED),
+        ROWS=at_once,
+        OUTPUTS=outputs_at_once,
+        INPUTS=warps * 32 * values,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def counted_plain_kernel(
+    table, x, begins, out, runs, blocks, groups, outputs, inputs,
+    HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of one plain expert, times one, two or four of its rows. Programs for its other rows stand beside this one,
+    so that they find in the cache what it reads."""
+    block, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    run, output = block // blocks, block % blocks * OUTPUTS + tl.arange(0, OUTPUTS)
+    row, end = tl.load(begins + run) + group * ROWS, tl.load(begins + run + 1)
+    if row < end:
+        own = tl.multiple_of(tl.load(table + run).to(tl.pointer_type(x.dtype.element_ty)), ALIGNED)
+        places = own + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs
+        x_0, x_1 = _row(x, row, end, inputs), _row(x, row + 1, end, inputs)
+        x_2, x_3 = _row(x, row + 2, end, inputs), _row(x, row + 3, end, inputs)
+        sums_0 = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+        sums_1, sums_2, sums_3 = sums_0, sums_0, sums_0
+        for first in range(0, inputs, INPUTS):
+            at = first + tl.arange(0, INPUTS)[None, :]
+            values = as_float32(places + at, at < inputs)
+            sums_0 = tl.fma(values, as_float32(x_0 + at, at < inputs), sums_0)
+            if ROWS >= 2:
+                sums_1 = tl.fma(values, as_float32(x_1 + at, at < inputs), sums_1)
+            if ROWS >= 4:
+                sums_2 = tl.fma(values, as_float32(x_2 + at, at < inputs), sums_2)
+                sums_3 = tl.fma(values, as_float32(x_3 + at, at < inputs), sums_3)
+        if HAS_BIAS:
+            bias = tl.load(table + runs + run).to(tl.pointer_type(out.dtype.element_ty))
+        else:
+            bias = out
+        _finish(out, bias, sums_0, row, end, output, outputs, HAS_BIAS)
+        if ROWS >= 2:
+            _finish(out, bias, sums_1, row + 1, end, output, outputs, HAS_BIAS)
+        if ROWS >= 4:
+            _finish(out, bias, sums_2, row + 2, end, output, outputs, HAS_BIAS)
+            _finish(out, bias, sums_3, row + 3, end, output, outputs, HAS_BIAS)
+
+
+@triton.jit
+def _row(x, row, end, inputs):
+    """The beginning of a row. Behind the last row that one is repeated, and nothing of it is stored."""
+    return x + tl.minimum(row, end - 1) * inputs
+
+
+@triton.jit
+def _finish(out, bias, sums, row, end, output, outputs, HAS_BIAS: tl.constexpr):
+    total = tl.sum(sums, 1)
+    if HAS_BIAS:
+        total += as_float32(bias + output, output < outputs)
+    tl.store(out + row * outputs + output, total.to(out.dtype.element_ty), mask=output < tl.where(row < end, outputs, 0))
 
 
 # -- add counted -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from h2o_flexgen.kernels.gpu.append import append, append_coded, rotate
 from h2o_flexgen.kernels.gpu.choose_slots import choose_slots
 from h2o_flexgen.kernels.gpu.counted_experts import (
     add_counted,
+    counted_plain_products,
     counted_stored_products,
     counted_tile_products,
     gather_counted,
@@ -29,7 +30,7 @@ KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
     *(stored_decode, stored_product, tile_product, tile_products, int8_product),
     *(append, append_coded, rotate, evict, gather_slots, take_slots, bring_slots),
-    *(gather_counted, counted_tile_products, counted_stored_products, add_counted),
+    *(gather_counted, counted_plain_products, counted_tile_products, counted_stored_products, add_counted),
     *(decode_attention, prompt_attention, shared_attention, choose_slots, rms_norm),
     *(gated_delta, selective_scan, short_convolution, gated_norm),
 )

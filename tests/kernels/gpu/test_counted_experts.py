@@ -3,7 +3,7 @@ for the router's choice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.formats.grouped import Tiled
-from h2o_flexgen.formats.kernel_table import CUDA, HALVES, TRITON, Processor
-from h2o_flexgen.formats.table import FORMATS, Stored
+from h2o_flexgen.formats.kernel_table import CUDA, HALVES, ROWS_OF_COUNTED, TRITON, Processor
+from h2o_flexgen.formats.table import FORMATS, PLAIN, PlainFormat, Stored
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.gpu.counted_experts import (
     add_counted,
+    counted_plain_products,
     counted_stored_products,
     counted_tile_products,
     gather_counted,
@@ -25,7 +26,7 @@ from h2o_flexgen.kernels.gpu.counted_experts import (
 from h2o_flexgen.kernels.gpu.launching import Launch, Launcher
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.gpu.tile_product import tile_product
-from h2o_flexgen.kernels.matrix import PackedMatrix
+from h2o_flexgen.kernels.matrix import PackedMatrix, can_be_counted
 from h2o_flexgen.kernels.routing import Chosen, gather_chosen_twin
 from h2o_flexgen.kernels.row_functions import add_weighted_twin
 from h2o_flexgen.models import mixture
@@ -72,6 +73,34 @@ def test_rows_of_each_expert_come_out_as_they_do_alone(bits: int, has_bias: bool
     for data, bias, first, end in zip(matrices, biases, begins, begins[1:]):
         assert torch.equal(out[first:end], tile_product(Tiled(bits), Factor(x[first:end]), data, 40, bias))
     assert (out[8] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "has_bias"), [(torch.float16, 300, True), (torch.bfloat16, 130, False), (torch.float32, 130, True)]
+)
+def test_rows_of_plain_experts_come_out_the_same_in_any_company(
+    dtype: torch.dtype, inputs: int, has_bias: bool, gpu: torch.device
+) -> None:
+    format = FORMATS[PLAIN]
+    assert isinstance(format, PlainFormat)
+    x, begins = x_of(9, inputs, dtype).to(gpu), torch.tensor([0, 1, 1, 7, 8])  # and one row that belongs to none of them
+    matrices = [x_of(41, inputs, dtype)[number : number + 37].contiguous().to(gpu) for number in range(4)]
+    biases = [x_of(number + 1, 37, dtype)[0].to(gpu) if has_bias else None for number in range(4)]
+    meetings = [Meeting(0, 0, *each) for each in zip(matrices, biases)]
+
+    def multiplied(rows: Tensor, begins: Tensor, most: int, meetings: list[Meeting]) -> Tensor:
+        out = torch.full((len(rows), 37), 7.0, dtype=dtype, device=gpu)
+        counted_plain_products(format, Factor(rows, CountedRows(begins.to(gpu), len(meetings), most)), meetings, out)
+        return out
+
+    out, near = multiplied(x, begins, 6, meetings), {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    assert (out[8] == 7.0).all()
+    for meeting, first, end in zip(meetings, begins, begins[1:]):
+        bias = 0.0 if meeting.bias is None else meeting.bias.double()
+        exact = x[first:end].double() @ meeting.data.double().T + bias
+        torch.testing.assert_close(out[first:end].double(), exact, rtol=near, atol=near)
+        for row in range(first, end):
+            assert torch.equal(out[row], multiplied(x[row : row + 1], torch.tensor([0, 1]), 1, [meeting])[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -137,33 +166,83 @@ def without_waits() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_a_slice_of_few_tokens_is_as_where_python_counts_and_waits_for_nothing(
-    tokens: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
-    model, format = ASlice(), Tiled(4).name
-    shapes = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
-    weights = {
-        f"mlp.experts.{number}.{name}.weight": PackedMatrix(packed(*shape, 4).roll(number, 0).to(gpu), format, shape[0], None)
+SHAPES = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
+
+
+def packed_experts(gpu: torch.device) -> dict[str, object]:
+    return {
+        f"mlp.experts.{number}.{name}.weight": PackedMatrix(
+            packed(*shape, 4).roll(number, 0).to(gpu), Tiled(4).name, shape[0], None
+        )
         for number in OWN
-        for name, shape in shapes.items()
+        for name, shape in SHAPES.items()
     }
-    chosen = a_choice(tokens, 3)
+
+
+def plain_experts(gpu: torch.device) -> dict[str, object]:
+    draw = torch.Generator().manual_seed(7)
+    return {
+        f"mlp.experts.{number}.{name}.weight": torch.randn(shape, generator=draw).mul_(0.1).to(gpu, torch.float16)
+        for number in OWN
+        for name, shape in SHAPES.items()
+    }
+
+
+def a_state(tokens: int, gpu: torch.device) -> Tensor:
+    """The hidden states before a slice, with choices of all experts but one."""
     joined = torch.zeros(tokens, Routed.width(WIDTH, 3, "float16"), dtype=torch.float16)
     state = Routed.of(joined, WIDTH, 3)
-    for part, values in ((state.normed, x_of(tokens, WIDTH)), (state.total, x_of(tokens, WIDTH)), *zip(state.chosen, chosen)):
+    made = (state.normed, x_of(tokens, WIDTH)), (state.total, x_of(tokens, WIDTH)), *zip(state.chosen, a_choice(tokens, 3))
+    for part, values in made:
         part.copy_(values)
-    given, there = mixture.Given(torch.zeros(0)), joined[None].to(gpu)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixture.tensor_ops, "counts_stay", lambda *_: False)
-        expected = model.given_to_experts(there, weights, given)
-        with pytest.raises(AssertionError, match=r"nonzero|bincount|read back"), without_waits():
-            model.given_to_experts(there, weights, given)
-    with without_waits():
-        found = model.given_to_experts(there, weights, given)
-    bits, before, after = (each.cpu().view(torch.int16) for each in (expected, there, found))  # whole numbers are among them
+    return joined[None].to(gpu)
+
+
+@pytest.fixture
+def both_ways(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, object], int], tuple[Tensor, ...]]:
+    """What a slice with these weights makes of so many tokens where Python counts, and where nothing waits for counts."""
+    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
+    model, given = ASlice(), mixture.Given(torch.zeros(0))
+
+    def both(weights: dict[str, object], tokens: int) -> tuple[Tensor, ...]:
+        there = a_state(tokens, gpu)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mixture.tensor_ops, "counts_stay", lambda *_: False)
+            expected = model.given_to_experts(there, weights, given)
+            with pytest.raises(AssertionError, match=r"nonzero|bincount|read back"), without_waits():
+                model.given_to_experts(there, weights, given)
+        with without_waits():
+            found = model.given_to_experts(there, weights, given)
+        return tuple(each.cpu() for each in (there, expected, found))
+
+    return both
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_slice_of_few_tokens_is_as_where_python_counts_and_waits_for_nothing(
+    tokens: int, gpu: torch.device, both_ways: Callable[[dict[str, object], int], tuple[Tensor, ...]]
+) -> None:
+    parts = both_ways(packed_experts(gpu), tokens)
+    before, bits, after = (each.view(torch.int16) for each in parts)  # whole numbers are among them
     assert torch.equal(after, bits) and not torch.equal(after, before)
+
+
+def test_a_slice_of_plain_experts_waits_for_nothing_either(
+    gpu: torch.device, both_ways: Callable[[dict[str, object], int], tuple[Tensor, ...]]
+) -> None:
+    before, expected, found = (Routed.of(each[0], WIDTH, 3).total for each in both_ways(plain_experts(gpu), 3))
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-8)
+    assert not torch.equal(found, before)
+
+
+def test_experts_that_many_rows_are_given_to_are_left_to_torch(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are those in memory that would have to be copied first, and of another type."""
+    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
+    x, matrices = x_of(2, WIDTH, torch.float16).to(gpu), [torch.zeros(8, WIDTH, dtype=torch.float16, device=gpu)] * 2
+    assert can_be_counted(x, ROWS_OF_COUNTED, matrices)
+    assert not can_be_counted(x, ROWS_OF_COUNTED + 1, matrices)
+    for other in (x.new_zeros(WIDTH, 8).T, matrices[0].float(), PackedMatrix(matrices[0], Tiled(4).name, 8, None)):
+        assert not can_be_counted(x, 1, [*matrices, other])
 
 
 @pytest.mark.parametrize(
