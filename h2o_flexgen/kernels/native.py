@@ -144,6 +144,7 @@ def processor_facts(name: str) -> list[str]:
     return [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name]
 
 
+@cache
 def _load(variant: str) -> ctypes.CDLL | None:
     """Loads a library, unless it is missing, was built from older sources or needs instructions that the processor lacks."""
     for suffix in EXTENSION_SUFFIXES:

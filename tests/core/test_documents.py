@@ -19,7 +19,7 @@ def test_json_that_is_none_or_too_deep_is_a_value_error(text: str) -> None:
         parse_json(text)
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, "[" * 5000 + "]" * 5000, "a: [", "\tno", "a: !!python/object:os.system {}"])
+@pytest.mark.parametrize("text", ["[" * 1000, "[" * 1000 + "]" * 1000, "a: [", "\tno", "a: !!python/object:os.system {}"])
 def test_yaml_that_is_none_or_too_deep_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         parse_yaml(text)
@@ -32,7 +32,7 @@ def test_what_is_right_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 5000, "is not YAML: brackets are nested too deeply"),
+        ("[" * 1000, "is not YAML: brackets are nested too deeply"),
         ("a: &a [x, x]\nb: &b [*a, *a]\n", "unknown key 'a'"),
         ("&a [x, x, x, x, x, x]: 1", "is not YAML: .*unhashable"),
     ],

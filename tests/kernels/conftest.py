@@ -1,11 +1,10 @@
 """Which cases of each library of kernels a default run has: all of the best one, and of every other one a sample.
 
-Libraries have the same sources. Where all of them were built (`H2O_FLEXGEN_BUILD=all`, as in .ci/run), each has all cases.
+Libraries have the same sources. Their other cases are slow.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -17,8 +16,6 @@ SAMPLE = 3  # a default run has each so many cases of another library
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("H2O_FLEXGEN_BUILD") == "all":
-        return
     places = Counter[str]()
     for item in items:
         if isinstance(item, pytest.Function) and (library := library_of(item)) in OTHERS:
