@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -44,6 +44,15 @@ def pytest_xdist_auto_num_workers() -> int:
     from h2o_flexgen.core.environment import cores
 
     return min(4, cores())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each process begins with neighbours, and takes from the others when it has none left: what a module, a folder or a family
+    of models shares is made once, not in each process. Another way of `--dist` stays."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -18,8 +18,8 @@ Pairs = list[Pair]  # that a case is there for
 Needs = Callable[[Mapping[Name, Any]], bool]  # whether two values, by the names of what is chosen, have to meet
 
 
-MOST = 0.8  # of the pairs that are needed meet in the cases of the default run
-ELSEWHERE = 0.6  # the same where what meets is held by other files as well: here work comes in another way
+MOST = 0.7  # of the pairs that are needed meet in the cases of the default run
+ELSEWHERE = 0.5  # the same where what meets is held by other files as well: here work comes in another way
 
 
 def covering(
