@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # tests without an engine do not import torch
     from h2o_flexgen.text.tokenizer import Tokenizer
     from tests.helpers.contract import Checkpoints
 
+# new objects, and passes over younger ones, before a pass of garbage collection: syntax trees, plans and tasks are many, and a
+# pass at every 700 takes up to a quarter of the time of a test; an engine that gives memory back collects everything anyway
+SELDOM = 50_000, 20, 100
 INTERPRET = "TRITON_INTERPRET"  # kernels of a process are interpreted, or compiled for a GPU
 if not torch.cuda.is_available():
     os.environ.setdefault(INTERPRET, "1")  # here, as it is read when Triton is imported, which what stands below may do
@@ -65,6 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def what_was_imported_is_not_searched() -> Iterator[None]:
     """Keeps the many imported modules out of garbage collection, which an engine triggers when it gives memory back."""
     gc.freeze()
+    gc.set_threshold(*SELDOM)
     gc.enable()
     yield
     gc.unfreeze()  # or Triton's library complains at the end of what it calls leaks
