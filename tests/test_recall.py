@@ -343,7 +343,14 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
         ({"kind": "bloom"}, "with ALiBi; leave kv_recall out"),
         ({"kind": "falcon-h1"}, "with attention beside a scan; leave kv_recall out"),
         ({"kind": "mistral-near"}, "with a window in every layer; leave kv_recall out"),
-        ({"device": "pretended", "percent": MIXED}, "with a GPU and KV on disk; keep KV in memory, or leave"),
+        (
+            {"device": "pretended", "percent": MIXED, "attend_on": HOST},
+            "with a GPU, KV on disk and attend_on='host'; leave attend_on='host' out, keep KV in memory, or leave",
+        ),
+        (
+            {"device": "pretended", "percent": MIXED, "policy": (*HALF, REUSING[1])},
+            "with a GPU, KV on disk and kv_recall_reuse; leave kv_recall_reuse out, keep KV in memory, or leave",
+        ),
         (
             {"device": "pretended", "percent": (0, 0, 100, 0, 100, 0), "policy": (*HALF, ("graphs", "on"))},
             "with graphs='on' where a GPU computes; take graphs='auto', or leave kv_recall out",

@@ -281,6 +281,16 @@ class KVLayout:
         each row and head has changed a slot of its own."""
         return self.slot_bytes + self.rows * self.heads * SLOT_NUMBER_BYTES
 
+    @property
+    def numbers_start(self) -> int:
+        """The place of numbers of slots behind an image."""
+        return aligned(self.image_bytes, SLOT_NUMBER_BYTES)
+
+    @property
+    def numbered_bytes(self) -> int:
+        """Bytes of an image and of numbers of its slots: where a device chooses what is read of a disk, both pass the host."""
+        return self.numbers_start + prod(self.shape) * SLOT_NUMBER_BYTES
+
     def score_bytes(self, of_a_slot: int) -> int:
         """Bytes of what a policy keeps about every slot of a head; they lie beside the image."""
         return prod(self.shape) * of_a_slot

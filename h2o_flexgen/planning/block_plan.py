@@ -265,7 +265,7 @@ class BlockPlans:
 class KVRooms:
     """Bytes of each buffer of a ring; none where nothing comes through it."""
 
-    on_host: int  # on the way from the disk and back
+    on_host: int  # on the way from the disk and back, with the numbers of slots that a device has chosen
     on_device: int
     noted: int  # on the device, of what a policy notes of the slots there
     staged: int  # on the host, for single slots that come from a device; there is one of it
@@ -275,7 +275,9 @@ class KVRooms:
         """`layouts`: of the level in each layer and batch that it has heads in; `score_bytes`: of what is noted of a slot."""
         traffic = planned.schedule.traffic
         read = [layout for place, layout in layouts.items() if traffic.kv[place] == DISK]
-        on_host = max((region_bytes(layout.image_bytes) for layout in read), default=0)
+        numbered = (layout.by_row and traffic.accelerator for layout in read)
+        sizes = (layout.numbered_bytes if has_numbers else layout.image_bytes for layout, has_numbers in zip(read, numbered))
+        on_host = max(map(region_bytes, sizes), default=0)
         moved = {place: layout for place, layout in layouts.items() if traffic.moves_kv(*place)}
         if not (moved and traffic.accelerator):
             return cls(on_host, 0, 0, 0)

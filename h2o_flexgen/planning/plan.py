@@ -302,13 +302,16 @@ class Plan:
         return replace(self, kv_options=replace(self.kv_options, kv_recall_reuse=False))
 
     def tiers_of_kv(self, site: Site) -> tuple[str, ...]:
-        """The tiers on which KV may lie: where steps choose what they attend, and there is a GPU, all of it lies in memory."""
-        return TIERS if not site.accelerator or self.policy.recall == ALL else (DEVICE, HOST)
+        """The tiers on which KV may lie. Where steps choose what they attend, and there is a GPU, a disk is among them only if
+        the GPU attends what is read there, and if that does not stay in memory."""
+        chooses, cannot = self.policy.recall != ALL, self.attend_on == HOST or self.policy.reuses_read
+        return (DEVICE, HOST) if site.accelerator and chooses and cannot else TIERS
 
     def refuse_recall(self, spec: ModelSpec, site: Site) -> None:
         """Refuses models and machines for which that is not done yet."""
         if DISK not in self.tiers_of_kv(site) and self.kv.disk > LEAST_PLACED:
-            self.refuse_to_recall("a GPU and KV on disk", "keep KV in memory")
+            what = f"attend_on={HOST!r}" if self.attend_on == HOST else "kv_recall_reuse"
+            self.refuse_to_recall(f"a GPU, KV on disk and {what}", f"leave {what} out, keep KV in memory")
         lacks = {
             "ALiBi": any(own.position_values for own in spec.of_heads),
             "attention beside a scan": any(one.has_kv and one.states for one in spec.unlike_layers),

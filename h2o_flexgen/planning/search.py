@@ -419,8 +419,9 @@ def _recalling(problem: SearchProblem, base: Plan, share: float) -> Iterator[Pla
     is kept: that changes no token."""
     plan = base.recalling(share, base.kv_options.kv_recall_reuse)
     yield from () if plan == base else (plan,)
-    if plan.policy.keeps_all and not plan.policy.reuses_read and DISK in plan.tiers_of_kv(problem.site):
-        yield base.recalling(share, reuse=True)
+    reusing = base.recalling(share, reuse=True)
+    if plan.policy.keeps_all and not plan.policy.reuses_read and DISK in reusing.tiers_of_kv(problem.site):
+        yield reusing
 
 
 def why_not_to_recall(problem: SearchProblem, base: Plan, share: float) -> str:

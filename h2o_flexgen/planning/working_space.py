@@ -302,11 +302,16 @@ def _choosing_on_gpu_bytes(spec: ModelSpec, rows: int, slots: int) -> int:
 
 
 def choosing_beside_bytes(planned: BlockPlan, site: Site) -> int:
-    """Bytes of the host for choosing slots, where it attends beside a device: with kernels in C or without."""
-    beside = {batch for layer, batch in planned.schedule.traffic.kv if planned.schedule.traffic.is_beside(layer, batch)}
+    """Bytes of the host for choosing slots, where it attends beside a device: with kernels in C or without; and for reading of
+    a disk what a device has chosen."""
+    traffic = planned.schedule.traffic
+    read = (layout for place in traffic.kv if traffic.in_pages(*place) for layout in planned.kv.layouts(*place))
+    marked = max((layout.rows * layout.slots for layout in read if layout is not None and layout.by_row), default=0)
+    beside = {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}
     hosts = [replace(site, processor=Processor(CPU, build)) for build in (BASELINE, TORCH)]
     levels = (at for batch in beside for at in LevelHeads.of(planned.kv, batch))
-    return int(SLACK * max((_recalling_bytes(at, planned.plan, host) for at in levels for host in hosts), default=0))
+    chosen = max((_recalling_bytes(at, planned.plan, host) for at in levels for host in hosts), default=0)
+    return int(SLACK * (chosen + MARK_BYTES * WORKERS[READ] * marked))
 
 
 def _begun_values(spec: ModelSpec) -> int:

@@ -315,8 +315,8 @@ def _chain(data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: boo
     moved, (passed, computed_in) = [op for op in transfers if op.data is data], rings
     fetches = [op for op in moved if op.fetches]
     ops = [*fetches, Op.COMPUTE, *(op for op in moved if op is Op.ATTEND), *(op for op in moved if op.stores)]
-    computed = {Op.COMPUTE: computed_in, Op.CHOOSE: passed}  # a choice puts the newest token where the others come to
-    used = [list(computed[op] if op in computed else op.works_in(passed)) for op in ops]
+    computes = Op.COMPUTE, Op.CHOOSE  # a choice puts the newest token where the others come to
+    used = [list(computed_in if op in computes else op.works_in(passed)) for op in ops]
     held = data is Data.WEIGHTS and not begins_pass  # the first visit of a pass has taken the buffer for all others
     for at, op in enumerate(ops):
         brought_by = fetches[1] if op.chooses else op  # what is chosen is brought by the next task

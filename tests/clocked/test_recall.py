@@ -1,6 +1,6 @@
 """Steps that choose what they attend, on the clocked device: where the host attends beside it, where KV lies on it, and where
-it brings what they choose from the host. Tokens and logits are those of the resident loop with the same choice, and nothing
-races with anything else."""
+it brings what they choose from the host, or from a disk through the host. Tokens and logits are those of the resident loop with
+the same choice, and nothing races with anything else."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from h2o_flexgen.core.buffer_layout import PromptPlaces
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.stores import kv_rows
 from h2o_flexgen.engine.stores.kv import SlotNotes
-from h2o_flexgen.engine.stores.kv_rows import KVRows, PlacesOnDevice
+from h2o_flexgen.engine.stores.kv_pages import Brought, KVPages
+from h2o_flexgen.engine.stores.kv_rows import KVRows, PlacesOnDevice, RowPlaces
 from h2o_flexgen.formats.kernel_table import EXACT, INT8, TORCH
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.chosen_slots import best_of, choose_slots_twin
@@ -27,19 +29,28 @@ from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.evict import Missing, RowsOfBoth
 from h2o_flexgen.kernels.operations import bring_slots
 from h2o_flexgen.kv.key_index import ALWAYS, ChosenSlots, KeyIndex
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.recall import INDEX
 from h2o_flexgen.schedule.ops import Op
 from tests.clocked.checker import Checker, current
 from tests.clocked.context import checked
 from tests.clocked.tensor import NAME
-from tests.clocked.test_planted_faults import without_needs
+from tests.clocked.test_planted_faults import never_finished, without_needs
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import ELSEWHERE, most_of
 from tests.kernels.test_chosen_slots import drawn, index_of
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted
-from tests.test_recall import ALIKE, HALF, HEADS_APART, KEEPING_SOME, LongBehind, index_one_token_behind
+from tests.test_recall import (
+    ALIKE,
+    HALF,
+    HEADS_APART,
+    KEEPING_SOME,
+    LongBehind,
+    index_one_token_behind,
+    newest_tokens_are_not_written,
+)
 from tests.whole import test_conversation as talks
 from tests.whole import test_shared_prefixes as prefixes
 from tests.whole import test_stream as stream
@@ -51,9 +62,11 @@ WHERE = (  # shares of the tiers, and what attends KV in host memory
     ((0, 100, 100, 0, 100, 0), DEVICE),
     ((100, 0, 0, 100, 100, 0), DEVICE),
     ((0, 50, 40, 60, 40, 60), DEVICE),
+    ((100, 0, 0, 0, 100, 0), DEVICE),
+    ((0, 50, 30, 30, 40, 30), DEVICE),
 )
-FROM_HOST = WHERE[4:]
-EACH = *WHERE[:2], WHERE[4]
+FROM_HOST, FROM_DISK = WHERE[4:6], WHERE[6:]
+EACH = *WHERE[:2], WHERE[4], WHERE[6]
 PLANS = {
     "kind": ("llama-gqa", "opt", "gpt-oss-far", "deepseek-v2"),
     ("percent", "attend_on"): WHERE,
@@ -88,13 +101,17 @@ def test_plans_equal_the_resident_loop_with_the_same_choice(
 @contextmanager
 def spoilt() -> Iterator[None]:
     """What chosen slots come to has nothing else to be read: all is NaN, as plain values and as scales of packed ones."""
-    bring = KVRows.bring
+    bring, read = KVRows.bring, KVPages.bring
 
     def into_spoilt(rows: KVRows, buffer: Tensor, choice: ChosenSlots) -> int:
         buffer.fill_(255)
         return bring(rows, buffer, choice)
 
-    with patch.object(KVRows, "bring", into_spoilt):
+    def read_into_spoilt(pages: KVPages, image: numpy.ndarray, choice: ChosenSlots, policy: KVPolicy) -> Brought:
+        image[...] = ~image.dtype.type(0)
+        return read(pages, image, choice, policy)
+
+    with patch.object(KVRows, "bring", into_spoilt), patch.object(KVPages, "bring", read_into_spoilt):
         yield
 
 
@@ -120,7 +137,7 @@ def test_it_matters_what_is_chosen(
 
 RUNNING = {
     "kind": ("llama-gqa", "opt"),
-    ("percent", "attend_on"): (*WHERE[:3], *FROM_HOST),
+    ("percent", "attend_on"): (*WHERE[:3], *FROM_HOST, *FROM_DISK),
     "num_gpu_batches": (2, 1),
     "buffers": (2, 1),
     "policy": (HALF, KEEPING_SOME),
@@ -178,23 +195,25 @@ def test_what_is_moved_is_predicted(case: Case, by_twins: Checkpoints, offload: 
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("percent", "attend_on"), FROM_HOST[:1])
+@pytest.mark.parametrize(("percent", "attend_on"), (FROM_HOST[0], FROM_DISK[0]))
 def test_only_chosen_slots_cross_the_link(
     percent: tuple[int, ...], attend_on: str, case: Case, by_twins: Checkpoints, offload: Path, checker: Checker
 ) -> None:
-    """And back to the host just what changed."""
+    """And back to the host just what changed. Of a disk they alone are read, with the values of all heads."""
     case = replace(case, percent=percent, attend_on=attend_on)
     moved = assert_moved_as_predicted(case, by_twins, offload)
     of_all = tuple(one for one in case.policy if not one[0].startswith("kv_recall"))
     whole = assert_moved_as_predicted(replace(case, policy=of_all), by_twins, offload)
     assert 0 < moved["load"] < whole["load"] and 0 < moved["store"] <= whole["store"]
+    if percent == FROM_DISK[0][0]:
+        assert 0 < moved["read"] < whole["read"]
 
 
-@pytest.mark.parametrize(("percent", "attend_on"), (WHERE[1], FROM_HOST[0]))
+@pytest.mark.parametrize(("percent", "attend_on"), (WHERE[1], FROM_HOST[0], FROM_DISK[0]))
 def test_the_host_waits_at_the_heads_alone(
     percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
 ) -> None:
-    """Not to rank slots, so that steps may be launched ahead."""
+    """Not to rank slots, so that steps may be launched ahead. Of a disk the lane that reads waits for their numbers."""
     case = replace(USUAL, percent=percent, attend_on=attend_on)
     with case.open(by_twins, offload) as llm:
         generate_with(llm, case)
@@ -289,7 +308,14 @@ def what_changed_stays_on_the_device() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rows_lose_their_places() -> Iterator[None]:
+    with patch.object(RowPlaces, "keep_rows", lambda *_: None):
+        yield
+
+
 GROWN = replace(USUAL, gen_len=24)  # until new tokens are no more among the newest
+OFF_DISK = replace(USUAL, percent=FROM_DISK[0][0], attend_on=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +330,16 @@ GROWN = replace(USUAL, gen_len=24)  # until new tokens are no more among the new
         (without_needs(Op.LOAD_KV, Op.CHOOSE), replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
         (without_needs(Op.COMPUTE, Op.LOAD_KV), replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
         (without_needs(Op.CHOOSE, Op.STORE_KV), replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
+        (a_chosen_slot_stays_behind, OFF_DISK),
+        (what_changed_stays_on_the_device, OFF_DISK),
+        (newest_tokens_are_not_written, OFF_DISK),
+        (index_one_token_behind, replace(OFF_DISK, gen_len=24)),
+        (without_needs(Op.READ_KV, Op.CHOOSE), OFF_DISK),
+        (never_finished(Op.READ_KV), OFF_DISK),
+        (without_needs(Op.LOAD_KV, Op.READ_KV), OFF_DISK),
+        (without_needs(Op.COMPUTE, Op.LOAD_KV), OFF_DISK),
+        (without_needs(Op.WRITE_KV, Op.STORE_KV), OFF_DISK),
+        (never_finished(Op.WRITE_KV), replace(OFF_DISK, policy=KEEPING_SOME)),
     ],
 )
 def test_what_goes_wrong_is_found(fault: Callable[[], Any], case: Case, by_twins: Checkpoints, offload: Path) -> None:
@@ -327,6 +363,7 @@ def test_what_goes_wrong_is_found(fault: Callable[[], Any], case: Case, by_twins
     [
         *((rows_leave_their_index_behind, *where) for where in WHERE[:2]),
         (rows_are_looked_for_where_they_are_now, *FROM_HOST[0]),
+        (rows_lose_their_places, *FROM_DISK[0]),
     ],
 )
 def test_rows_that_leave_something_behind_are_found(

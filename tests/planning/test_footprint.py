@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.buffer_layout import StateLayout, aligned, decoded_arena
+from h2o_flexgen.core.buffer_layout import StateLayout, aligned, decoded_arena, region_bytes
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.prefix_groups import SharedPrefix
 from h2o_flexgen.core.seats import SeatNeed
@@ -70,7 +70,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import History, Sampler
 from h2o_flexgen.schedule import SCHEDULES
-from h2o_flexgen.schedule.ops import Op, Visit
+from h2o_flexgen.schedule.ops import Data, Op, Visit
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.helpers.contract import WEIGHTS, Case, Checkpoints, encoded_with
 from tests.helpers.pairwise import most_of
@@ -125,6 +125,28 @@ def arena_parts(footprint: Footprint, tier: str, accelerator: bool) -> dict[str,
     if tier == (DEVICE if accelerator else HOST):
         parts.pop("activations", None)
     return parts
+
+
+@pytest.mark.parametrize("of_kv", [(0, 0), (40, 20)])
+def test_what_a_device_has_chosen_of_a_disk_is_predicted_on_its_way(
+    of_kv: tuple[int, int], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """Buffers of the host have room for the numbers by which it reads."""
+    case = Case("llama-gqa", (50, 50, *of_kv, 100, 0), (50, 31, 27, 40), policy=(("kv_recall", 0.5),), device="pretended")
+    with case.open(checkpoints, offload) as llm:
+        footprint = llm.check(Workload(case.lengths, case.gen_len)).footprint
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        held, planned = held_by(llm), llm.stats.last_block.planned if llm.stats is not None else None
+        regions = len(llm.spec.tensors) + len(llm.spec.layers) * (case.num_gpu_batches + 8)
+    assert planned is not None
+    moved = [(planned.kv.layouts(*place)[0], tier) for place, tier in planned.placement.kv.items() if tier != DEVICE]
+    numbered = max(region_bytes(one.image_bytes + 8 * prod(one.shape)) for one, tier in moved if one and tier == DISK)
+    staged, buffers = max(region_bytes(one.staged_bytes) for one, _ in moved if one), planned.schedule.buffers_of(Data.KV)
+    assert footprint.parts[HOST]["KV buffers"] == buffers * numbered + staged
+    assert footprint.parts[HOST]["working space"] > 0
+    for tier, peak in held.items():
+        predicted = sum(arena_parts(footprint, tier, accelerator=True).values())
+        assert peak <= predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

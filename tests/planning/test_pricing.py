@@ -323,6 +323,18 @@ def test_a_device_brings_what_steps_choose_at_half_the_pace_of_a_copy() -> None:
     assert 0 < priced.seconds(Key(Op.CHOOSE, 1, place, 0)) < priced.seconds(Key(Op.COMPUTE, 1, place, 0))
 
 
+def test_of_a_disk_beside_a_device_the_processor_reads_what_it_reads_alone_and_the_link_has_what_it_has_of_the_host() -> None:
+    plan = Plan.create(kv_recall=0.25, num_gpu_batches=3)
+    block, read, load = block_of([[100, 90]]), *(Key(op, 1, tiny_spec().kv_layers[0], 0) for op in (Op.READ_KV, Op.LOAD_KV))
+
+    def priced(of_host: int, site: Site) -> Pricing:
+        return Pricing(BlockPlan.of(tiny_spec(), plan.with_percent((100, 0, 0, of_host, 100, 0)), block, site), MACHINE)
+
+    both, of_disk, of_host = priced(0, Site(True)), priced(0, Site()), priced(100, Site(True))
+    assert (both.cost.nbytes(read), both.cost.nbytes(load)) == (of_disk.cost.nbytes(read), of_host.cost.nbytes(load))
+    assert both.seconds(read) == of_disk.seconds(read) and both.seconds(load) == of_host.seconds(load)
+
+
 def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
     of = planned(block_of([[6, 6]], gen_len=40), False, kv_policy="h2o", heavy=6, recent=2)
     exact, averaged = (Pricing(of, on(MACHINE, False), averaged=averaged) for averaged in (False, True))

@@ -241,7 +241,7 @@ def test_a_plan_is_found_where_rings_of_buffers_leave_room_for_few(reuse: bool) 
 
 @pytest.mark.parametrize("attend_on", [DEVICE, HOST])
 def test_beside_a_gpu_kv_lies_where_steps_choose_what_they_attend(attend_on: str) -> None:
-    """Or from where they bring it: in host memory, and on no disk."""
+    """Or from where they bring it: in host memory."""
     many: Any = {"batch_sizes": (4,), "batches": (4,)}
     asked = scarce(True, 0.2, plan=Plan.create(kv_recall=0.1), attend_on=(attend_on,), **many)
     found = search(asked)
@@ -249,6 +249,17 @@ def test_beside_a_gpu_kv_lies_where_steps_choose_what_they_attend(attend_on: str
         assert one.plan.policy.recall == 0.1 and one.plan.kv.disk < 1e-9
         assert asked.largest(one.plan).fits(asked.limits)
     assert found.best.plan.kv.host > 0
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_beside_a_gpu_kv_lies_on_a_disk_where_the_gpu_attends_what_is_read(reuse: bool) -> None:
+    """And where it does not stay in memory."""
+    many: Any = {"batch_sizes": (4,), "batches": (4,)}
+    asked = scarce(True, 0.2, plan=Plan().recalling(0.1, reuse), attend_on=(DEVICE,), **many)
+    on_disk = Plan(gpu_batch_size=4, num_gpu_batches=4).recalling(0.1).with_percent((0,) * 6).at(asked.site)
+    limits = replace(asked.limits, host=asked.largest(on_disk).footprint.total(HOST))
+    found = search(replace(asked, limits=limits))
+    assert any(one.plan.kv.disk > 0 for one in found.all) is not reuse
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -117,6 +117,29 @@ def test_what_a_device_chooses_is_brought_behind_its_choice_and_behind_the_last_
             check(_issuing(schedule, [*tasks[:at], early, *tasks[at + 1 :]]))
 
 
+def test_what_a_device_chooses_of_a_disk_is_read_behind_its_choice_and_loaded_behind_that() -> None:
+    schedule = Zigzag(choosing(accelerator=True, buffers=6))
+    check(schedule)
+    assert of_step(Zigzag(choosing(accelerator=True))) == of_step(Zigzag(choosing()))
+    chosen, read, load, compute = (Key(op, 1, 3, 0) for op in (Op.CHOOSE, Op.READ_KV, Op.LOAD_KV, Op.COMPUTE))
+    stored, written = (Key(op, 0, 3, 0) for op in (Op.STORE_KV, Op.WRITE_KV))
+    for key, need in ((read, chosen), (load, read), (compute, load), (chosen, written), (written, stored)):
+        tasks = list(schedule.tasks())
+        at, task = next((at, task) for at, task in enumerate(tasks) if task.key == key)
+        early = task._replace(needs=tuple(one for one in task.needs if one != need))
+        with pytest.raises(ScheduleError, match=f"{key} may start before {need} has ended"):
+            check(_issuing(schedule, [*tasks[:at], early, *tasks[at + 1 :]]))
+
+
+def test_a_device_chooses_while_others_are_still_written_to_the_disk() -> None:
+    """A choice takes a buffer of the device. That of the host waits for the read."""
+    waits: dict[Op, set[Op]] = {Op.CHOOSE: set(), Op.READ_KV: set()}
+    for task in Zigzag(choosing(3, accelerator=True)).tasks():
+        if task.op in waits and task.step == 1:
+            waits[task.op] |= {need.op for need in task.needs if need.op.stores and need[2:] != task[2:4]}
+    assert waits == {Op.CHOOSE: {Op.STORE_KV}, Op.READ_KV: {Op.WRITE_KV}}
+
+
 def test_a_choice_for_a_buffer_that_is_still_attended_is_refused() -> None:
     """With five batches there are more that could choose than buffers."""
 

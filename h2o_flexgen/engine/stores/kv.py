@@ -10,14 +10,15 @@ goes part by part while the next part is computed (`host_attention_exchange`). W
 once. An index of keys, by which steps choose what they attend, lies beside an image as scores do, and goes where these go: a
 device makes that of the prompts that it reads.
 
-Where a device fetches what steps choose, an image lies row by row (`kv_rows`).
+Where a device fetches what steps choose, an image lies row by row (`kv_rows`): at home, or in a buffer of the host on its way
+from the disk (`kv_pages`) and back. The numbers of what was chosen come behind it there, as the host reads by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -110,6 +111,7 @@ class KVStore:
         self._units: dict[tuple[int, int], Unit] = {}
         self._pages: dict[tuple[int, int], KVPages] = {}  # on disk, where steps choose what they read
         self._rows: dict[tuple[int, int], KVRows] = {}  # in host memory, where steps choose what a device fetches
+        self._on_way: dict[KVLayout, list[KVRows]] = {}  # alike, in the buffers that KV from the disk passes
         self.prepare(planned)
         self._note_bytes = self._policy.score_bytes if self._only_reads else planned.kv.note_bytes(level)
         self._rooms = KVRooms.of(planned, self._layouts, self._note_bytes)
@@ -148,6 +150,7 @@ class KVStore:
         else:
             self._allocate_homes(held)
         self._host_ring = self._ring(held, memories.host, rooms.on_host)
+        self._on_way.update(self._rows_on_way())
         self._device_ring = self._ring(held, memories.compute, rooms.on_device)
         self._note_ring = Ring(memories.compute, self._schedule.buffers_of(Data.KV), rooms.noted)
         held.callback(self._note_ring.free)
@@ -174,6 +177,14 @@ class KVStore:
                     self._rows[place] = KVRows(home, layout, self._coding, memories.device, on_device[place[1]])
             region = self._notes_region(held, layout, traffic.is_beside(*place)) if self._note_bytes else None
             self._notes[place] = self._noted_in(region, layout.shape)
+
+    def _rows_on_way(self) -> Iterator[tuple[KVLayout, list[KVRows]]]:
+        if not self._accelerator:
+            return
+        device = self._memories.device
+        regions, places = [self._host_ring[buffer] for buffer in range(len(self._host_ring))], PlacesOnDevice(device)
+        for layout in {self._layouts[place] for place in self._pages}:
+            yield layout, [KVRows(region, layout, self._coding, device, places) for region in regions]
 
     def _tokens_read(self, held: ExitStack, layout: KVLayout) -> TokensRead | None:
         """Room for tokens that stay in memory between the steps that read them."""
@@ -222,7 +233,8 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for kept in (self._units, self._caches, self._in_memory, self._on_disk, self._pages, self._rows, self._notes):
+        held = self._units, self._caches, self._in_memory, self._on_disk, self._pages, self._rows, self._on_way, self._notes
+        for kept in held:
             kept.clear()  # so that a reference to the store keeps no memory alive
 
     def _layout(self, task: Task) -> KVLayout:
@@ -234,10 +246,17 @@ class KVStore:
 
     def _image(self, region: Tensor, task: Task) -> Tensor:
         """(sets, rows, kv_heads, slots, width) over the bytes of a region."""
-        if (rows := self._rows.get((task.layer, task.batch))) is not None:
+        if (rows := self._rows_of(task)) is not None:
             return rows.image(region)
         by_token = self._accelerator and not self._is_beside(task)
         return image_over(region, self._layout(task).shape, self._coding, by_token)
+
+    def _rows_of(self, task: Task) -> KVRows | None:
+        """The rows in host memory of which a device fetches what steps choose, at home or on their way."""
+        place = task.layer, task.batch
+        if place in self._pages and self._accelerator:
+            return self._on_way[self._layouts[place]][self._buffer(task)]
+        return self._rows.get(place)
 
     def _is_beside(self, task: Task) -> bool:
         return self._schedule.traffic.is_beside(task.layer, task.batch)
@@ -334,7 +353,7 @@ class KVStore:
     def load(self, task: Task) -> int:
         """Host -> device: all held slots, one range from the start. Or what a step has chosen."""
         unit = self._units[task.layer, task.batch]
-        if (kept := self._rows.get((task.layer, task.batch))) is not None:
+        if (kept := self._rows_of(task)) is not None:
             return self._load_rows(task, unit, kept)
         if self._is_beside(task):
             return self._transfer_rows(task, slice(0, self._layout(task).rows), to_device=True)
@@ -358,7 +377,7 @@ class KVStore:
         unit = self._units[task.layer, task.batch]
         if self._is_beside(task):
             return self._transfer_rows(task, unit.joined.pop(task.step, slice(0)), to_device=False)
-        if (kept := self._rows.get((task.layer, task.batch))) is not None:
+        if (kept := self._rows_of(task)) is not None:
             changed = None if unit.choice is None else unit.choice.changed
             return kept.store(self._device_ring[self._buffer(task)], unit.ranges, changed)
         if unit.replaced is None:
@@ -446,7 +465,7 @@ class KVStore:
         if not self._schedule.traffic.chooses(task.visit):  # a text goes on
             return pages.read(image, [RowRange(row, 0, unit.held) for row in range(unit.rows)])
         assert unit.choice is not None
-        brought = pages.bring(image, unit.choice, self._policy)
+        brought = pages.bring(image, self._choice_at_home(task, unit.choice), self._policy)
         self.spared_bytes += brought.spared
         return brought.moved
 
@@ -457,7 +476,23 @@ class KVStore:
         if changed is None:
             return pages.write(image, unit.ranges)
         prompts = [one for one in unit.ranges if one.row >= len(changed)]
-        return pages.change(image, numpy_of(changed)) + pages.write(image, prompts)
+        return pages.change(image, numpy_of(self._numbers_at_home(task, changed))) + pages.write(image, prompts)
+
+    def _choice_at_home(self, task: Task, choice: ChosenSlots) -> ChosenSlots:
+        """What a step has chosen, with numbers that the host may read."""
+        if not self._accelerator or choice.slots is None:
+            return choice
+        return replace(choice, slots=self._numbers_at_home(task, choice.slots))
+
+    def _numbers_at_home(self, task: Task, slots: Tensor) -> Tensor:
+        """Numbers of slots for a task of the host, which waits for them here: those of a device come behind the image."""
+        if not self._accelerator:
+            return slots
+        start = self._layout(task).numbers_start
+        there = self._host_ring[self._buffer(task)][start : start + slots.nbytes].view(slots.dtype).view(slots.shape)
+        there.copy_(slots, non_blocking=True)
+        self._memories.device.finish()
+        return there
 
     def _values(self, task: Task, writes: bool) -> numpy.ndarray:
         """The image of a visit on its way from the disk or back."""

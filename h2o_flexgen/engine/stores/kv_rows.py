@@ -4,6 +4,8 @@ Rows lie one behind the other there, each token by token, and so they do in the 
 range. They keep their places at home for as long as they live, also when they move up in the buffers: what has its slots
 elsewhere is found by its place, and no row is stored again when another one leaves.
 
+KV on disk has its home there (`kv_pages`). What is read of it for a visit lies in a buffer of the host in this same way.
+
 Slots cross the link one by one. Kernels of the device read those that a step has chosen where they lie, in page-locked memory,
 and put each into its slot of a buffer. They write those that a step has changed. So the host waits for no number of a slot.
 What else is in a buffer belongs to earlier visits: nothing but chosen slots may be read of it.

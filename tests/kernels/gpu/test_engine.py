@@ -81,10 +81,12 @@ def test_a_step_attends_what_it_chooses(
     assert {"choose_slots", "take_slots"} <= called
 
 
-def test_a_step_brings_what_it_chooses_from_the_host(
-    own_checkpoints: Checkpoints, offload: Path, pretended: None, gpu: torch.device, called: set[str]
+@pytest.mark.parametrize("of_host", [100, 0])
+def test_a_step_brings_what_it_chooses_from_the_host_or_from_a_disk(
+    of_host: int, own_checkpoints: Checkpoints, offload: Path, pretended: None, gpu: torch.device, called: set[str]
 ) -> None:
-    case = Case("llama-gqa", **ONE_ROW | {"lengths": (26,)}, policy=(("kv_recall", 0.5),), percent=(100, 0, 0, 100, 100, 0))
+    percent = (100, 0, 0, of_host, 100, 0)
+    case = Case("llama-gqa", **ONE_ROW | {"lengths": (26,)}, policy=(("kv_recall", 0.5),), percent=percent)
     hold_contract(replace(case, device=CUDA) if gpu.type == CUDA else case, own_checkpoints, offload)
     assert {"choose_slots", "bring_slots"} <= called
 
