@@ -351,10 +351,6 @@ def test_what_is_priced_are_the_pages_that_a_disk_reads_and_writes(case: Case, c
             {"device": "pretended", "percent": MIXED, "policy": (*HALF, REUSING[1])},
             "with a GPU, KV on disk and kv_recall_reuse; leave kv_recall_reuse out, keep KV in memory, or leave",
         ),
-        (
-            {"device": "pretended", "percent": (0, 0, 100, 0, 100, 0), "policy": (*HALF, ("graphs", "on"))},
-            "with graphs='on' where a GPU computes; take graphs='auto', or leave kv_recall out",
-        ),
     ],
 )
 def test_what_is_not_done_yet_is_refused_in_one_line(

@@ -435,7 +435,7 @@ class Plan:
         """Whether decode steps may be captured as graphs of a GPU, which work on addresses that stay. `graph_bytes`: what a
         graph takes, or None where no check has found that they hold."""
         is_wanted = self.graphs == ON or (self.graphs == AUTO and graph_bytes is not None)
-        return is_wanted and self.stays_in_place and self.pipeline == 1 and self.policy.recall == ALL
+        return is_wanted and self.stays_in_place and self.pipeline == 1
 
     @property
     def may_record(self) -> bool:
@@ -449,8 +449,6 @@ class Plan:
         if site.accelerator and not self.stays_in_place:
             required = f"graphs={ON!r} is for plans that keep all KV and activations on the GPU"
             raise ValueError(f"{required}, and this one moves some; take graphs={AUTO!r}")
-        if site.accelerator:
-            self.refuse_to_recall(f"graphs={ON!r} where a GPU computes", f"take graphs={AUTO!r}")
         if not site.accelerator and site.processor.build == TORCH:
             raise ValueError(f"graphs={ON!r} needs the kernels in C, and there are none here; take graphs={AUTO!r}")
 

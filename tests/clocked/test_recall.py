@@ -227,6 +227,26 @@ def test_the_host_waits_at_the_heads_alone(
     assert waited == {f"COMPUTE {step}.{head}.{batch}" for step in (1, 2) for batch in (0, 1)}
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(USUAL, policy=KEEPING_SOME),
+        replace(USUAL, kind="opt", percent=(0, 50, 100, 0, 100, 0), kv_codec="group4"),
+        replace(USUAL, kind="gpt-oss-far", policy=HEADS_APART),
+    ],
+    ids=str,
+)
+def test_steps_that_choose_are_replayed_where_all_stays_on_the_device(
+    case: Case, by_twins: Checkpoints, offload: Path, checker: Checker
+) -> None:
+    """Without Python, as a GPU does it: another choice in each step."""
+    percent = (100, 0, 100, 0, 100, 0) if case.percent == USUAL.percent else case.percent
+    case = replace(case, percent=percent, attend_on=DEVICE, gen_len=7)
+    with case.open(by_twins, offload) as llm:
+        compare(case, by_twins, *generate_with(llm, case))
+        assert llm.stats is not None and llm.stats.last_block.replayed > 0
+
+
 def launches(work: Callable[[], object]) -> int:
     before = sum(current().launched.values())
     work()

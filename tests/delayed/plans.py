@@ -110,8 +110,8 @@ def of_pipelines() -> list[Planned]:
 
 
 def of_choosing_steps() -> list[Planned]:
-    """Steps that attend a share of what is kept, or of what a policy has left: on the device, where the processor attends, and
-    where the device brings what they choose from the host, or from the disk.
+    """Steps that attend a share of what is kept, or of what a policy has left: on the device, also as graphs, where the
+    processor attends, and where the device brings what they choose from the host, or from the disk.
     None has rows that come and go: a GPU gives rows other last bits when they are alone, and 4 bits may round them apart."""
     usual = Case("llama-gqa", STAYING, (45, 30, 62), 6, policy=(("kv_recall", 0.5),))
     beside = replace(usual, percent=(100, 0, 0, 100, 100, 0), attend_on=HOST)
@@ -125,6 +125,8 @@ def of_choosing_steps() -> list[Planned]:
         Planned(replace(beside, attend_on=DEVICE, kv_codec="group4", policy=evicting, percent=(50, 50, 30, 70, 100, 0))),
         Planned(replace(beside, attend_on=DEVICE, percent=(100, 0, 0, 0, 100, 0))),
         Planned(replace(beside, attend_on=DEVICE, kind="opt", policy=evicting, percent=(50, 50, 20, 30, 100, 0))),
+        Planned(usual, has_graphs=True),
+        Planned(replace(usual, kind="opt", percent=MOVING, kv_codec="group4", policy=evicting), has_graphs=True),
     ]
 
 

@@ -473,18 +473,19 @@ def test_where_nothing_holds_texts_to_forms_the_plans_hold_none(monkeypatch: pyt
     """On a machine with torch and transformers alone; and the verdict says so."""
     monkeypatch.setattr(plans, "find_spec", lambda name: None)
     monkeypatch.setattr(contract, "find_spec", lambda name: None)
-    assert len(on_a_gpu()) == 92 and not any(one.case.held for one in on_a_gpu())
+    assert len(on_a_gpu()) == 94 and not any(one.case.held for one in on_a_gpu())
     found = contract.Found(Path("none"))
     assert contract.summary([], found, 1.0)["verdict"].endswith("no text is held to a form: llguidance is not installed")  # type: ignore[attr-defined]
 
 
 def test_on_a_gpu_it_has_sixty_plans_some_with_graphs_and_some_that_several_devices_compute() -> None:
     plans = on_a_gpu()
-    choosing = [one for one in plans if one.case.kv_policy.recall < 1]
+    choosing = [one for one in plans if one.case.kv_policy.recall < 1 and not one.has_graphs]
     assert sum(not (one.has_graphs or one.is_pipeline) for one in plans) == 60 + len(choosing) == 68
     assert {one.case.attend_on for one in choosing} == {DEVICE, HOST} and not any(one.streams for one in choosing)
     assert len([one for one in plans if one.is_pipeline]) == 4 and not any(one.is_pipeline and one.has_graphs for one in plans)
     graphs = [one for one in plans if one.has_graphs]
     assert any(one.streams for one in graphs) and any(one.limits and not one.streams for one in graphs) and len(graphs) > 10
     assert all(one.case.percent[2:] == (100, 0, 100, 0) for one in graphs)
+    assert sum(one.case.kv_policy.recall < 1 for one in graphs) == 2
     assert callable(spawned) and {B.name, C.name, D.name} <= {way.name for way in ALL}

@@ -91,6 +91,16 @@ def test_rows_that_begin_to_evict_while_steps_are_replayed_take_new_graphs(
     assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device)
 
 
+@pytest.mark.parametrize("policy", [(), (("kv_policy", "h2o"), ("kv_budget", 0.7))])
+def test_steps_that_choose_what_they_attend_are_the_same_work(
+    policy: tuple[tuple[str, object], ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    """Also with rows that hold as little as a step attends, until they have grown."""
+    chosen = (*policy, ("kv_recall", 0.5))
+    case = Case("llama-gqa", WEIGHTS_MOVE, (45, 17, 38, 62), STEPS, device=any_device, policy=chosen)
+    assert replayed(case, checkpoints, offload) > 0 or is_without_graphs(any_device)
+
+
 @pytest.mark.skipif(processor("cpu").build == TORCH, reason="there are no kernels in C")
 @pytest.mark.parametrize("place", every_nth(range(len(LONG_ENOUGH)), 3))
 def test_every_layer_of_every_family_is_recorded(place: int, checkpoints: Checkpoints, offload: Path) -> None:
