@@ -14,6 +14,7 @@ import pytest
 
 from h2o_flexgen.cli.errors import EndedBySignal
 from h2o_flexgen.cli.interrupts import Aside, Interrupts
+from tests.helpers.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def test_a_signal_is_raised_in_the_wait_and_never_in_the_work() -> None:
         yield 0
         steps.append("a call begins")
         signal.pthread_kill(main, signal.SIGINT)
-        assert ending.wait(60)
+        assert ending.wait(PATIENCE_SECONDS)
         steps.append("it has returned")
 
     with pytest.raises(KeyboardInterrupt), closing(Aside(work, nullcontext).said()) as said:

@@ -28,6 +28,7 @@ from tests.helpers.commands import Result, called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, CROWDED, OVER, SAID, plant_a_crowd, plant_a_peak
 from tests.helpers.signals import as_in_a_terminal
+from tests.helpers.threads import new_threads
 from tests.helpers.tiny import POSITIONS, save_tiny
 
 PLAIN = ("--dtype", "float32", "--tokenizer", "bytes", "--device", "cpu", "--verbose", "0")
@@ -40,7 +41,7 @@ SMALL = ("--gpu-batch-size", "2", "--num-gpu-batches", "2")
 def nothing_left_running() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) <= before
+    assert not new_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -514,14 +515,20 @@ ON_ALL_TIERS = ("--percent", "0", "50", "0", "50", "0", "50", "--gpu-batch-size"
 # of the models of the package the one whose process begins soonest: transformers imports seconds' worth for a LLaMA
 DEMO = ("--model", "demo-opt", "--dtype", "float32", "--device", "cpu", "--verbose", "0", "--seed", "5", *ON_ALL_TIERS)
 BATCH = ("h2o_flexgen.batch",)
+ROOT = Path(__file__).resolve().parents[2]
 
 JOB = 24  # requests: one and a half times the rows that are computed at once
+
+
+def held_behind(records: int) -> tuple[object, ...]:
+    """A job that waits behind so many records to be ended."""
+    return "tests.helpers.held_job", records
 
 
 def started(*flags: object, program: Sequence[object] = BATCH, **how: Any) -> subprocess.Popen[str]:
     """A module that is run as a program: the command, or one that plays a part in it. It begins with flags of its own."""
     command = [sys.executable, "-m", *map(str, (*program, *flags))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **how)
 
 
 def has_ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -594,7 +601,7 @@ def goes_on(out: Path, whole: dict[str, Any], *flags: object) -> None:
 
 def test_what_is_killed_loses_nothing(demo_job: Any, out: Path) -> None:
     file, whole = demo_job
-    process = started("-i", file, "-o", out, *DEMO)
+    process = started("-i", file, "-o", out, *DEMO, program=held_behind(JOB - 4))
     when(process, partial(has_lines, out, JOB // 2))
     process.kill()
     has_ended(process)
@@ -641,7 +648,7 @@ def test_what_is_killed_at_many_moments_loses_nothing(tmp_path: Path, out: Path,
 
 def test_a_signal_ends_a_job_between_two_passes(demo_job: Any, out: Path) -> None:
     file, whole = demo_job
-    process = started("-i", file, "-o", out, *DEMO, preexec_fn=as_in_a_terminal)
+    process = started("-i", file, "-o", out, *DEMO, program=held_behind(8), preexec_fn=as_in_a_terminal)
     when(process, partial(has_lines, out, 5))
     process.send_signal(signal.SIGTERM)
     status, err = has_ended(process)

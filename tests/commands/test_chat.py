@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from h2o_flexgen import chat
@@ -32,6 +33,7 @@ from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
 from tests.helpers.signals import as_in_a_terminal
+from tests.helpers.threads import new_threads
 from tests.helpers.tiny import save_tiny
 
 BYTES = ("--tokenizer", "bytes")  # a tiny model comes without a tokenizer
@@ -56,7 +58,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nothing_left_running() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) <= before
+    assert not new_threads(before)
 
 
 @pytest.fixture
@@ -298,9 +300,9 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Terminal:
     """The command as it is used: in a process of its own, typed to."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, program: Sequence[str] = ("-m", "h2o_flexgen.chat")) -> None:
         self._ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "h2o_flexgen.chat", *flags]
+        command = [sys.executable, *program, *flags]
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
         self.process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=as_in_a_terminal)
         os.close(theirs)
@@ -309,20 +311,34 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, f"{text}\n".encode())
 
-    def stop_at(self, wanted: str, seconds: float = PATIENCE_SECONDS) -> None:
+    def stop_at(self, wanted: str) -> None:
         """Waits for text behind what was waited for before."""
-        end = time.monotonic() + seconds
-        while wanted not in self.shown:
+        self._read_until(lambda: wanted in self.shown, repr(wanted))
+        self.shown = self.shown.partition(wanted)[2]
+
+    def see(self, count: int) -> None:
+        """Waits for so many characters behind what was waited for before."""
+        self._read_until(lambda: len(self.shown) >= count, f"{count} characters")
+
+    def _read_until(self, is_so: Callable[[], bool], wanted: str) -> None:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not is_so():
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"{wanted!r} does not come: {self.shown[-2000:]!r}"
+            assert ready, f"{wanted} does not come: {self.shown[-2000:]!r}"
             try:
                 self.shown += os.read(self._ours, 4096).decode(errors="replace")
             except OSError:  # the other end is closed
-                assert wanted in self.shown, self.shown[-2000:]
-        self.shown = self.shown.partition(wanted)[2]
+                assert is_so(), self.shown[-2000:]
+
+    def wait_for_a_turn(self) -> None:
+        """Between showing a prompt and waiting behind it the command may keep a signal until the next key: here it waits."""
+        self.stop_at("> ")
+        end, process = time.monotonic() + PATIENCE_SECONDS, psutil.Process(self.process.pid)
+        while process.status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < end
+            time.sleep(0.005)
 
     def interrupt(self) -> None:
-        time.sleep(0.5)  # between showing a prompt and waiting behind it a signal may be kept until the next key
         self.process.send_signal(signal.SIGINT)
 
     def close(self) -> int:
@@ -337,24 +353,55 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(neox: Path, offlo
     terminal.stop_at("> ")
     terminal.type("hello")
     terminal.stop_at("hello")
-    terminal.interrupt()  # some of a reply that would take minutes is there
+    terminal.see(200)  # of a reply that would take minutes: what readline adds to a line is shorter
+    terminal.interrupt()
     terminal.type("/stats")
     terminal.stop_at("in 1 turn (no limit)")
     terminal.stop_at("at most")
+    terminal.wait_for_a_turn()
     terminal.interrupt()
     terminal.stop_at("/quit (or Ctrl-D) leaves")
     terminal.type("/quit")
     assert terminal.close() == 0
 
 
+HELD = """
+import sys
+from itertools import count
+from threading import Event
+from h2o_flexgen import chat
+from h2o_flexgen.engine import conversation
+at, reply, asks = conversation._at, conversation.Conversation.reply, []
+def replying(self, turn, params, show, stop):
+    asks.append(stop)
+    return reply(self, turn, params, show, stop)
+def held_at(layer):
+    is_at = at(layer)
+    def waiting(task):
+        if next(tasks) == 100:
+            print("in a pass", flush=True)
+            while not asks[0]():
+                Event().wait(0.01)  # a signal that another thread takes up is heard between two waits
+            print("asked to stop", flush=True)
+            while True:
+                Event().wait(0.01)
+        return is_at(task)
+    return waiting
+tasks, conversation._at, conversation.Conversation.reply = count(), held_at, replying
+sys.exit(chat.main())
+"""
+
+
 @pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once(neox: Path, offload: Path) -> None:
-    flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100000", "--ignore-eos")
-    terminal = Terminal("--model", str(neox), *BYTES, "--prefill-tokens", "1", *flags)
+    """Both come in one pass over a turn that is read token by token: it waits for them."""
+    flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100", "--ignore-eos")
+    terminal = Terminal("--model", str(neox), *BYTES, "--prefill-tokens", "1", *flags, program=("-c", HELD))
     terminal.stop_at("> ")
-    terminal.type("hello " * 600)  # read token by token, so that there is time before the first reply
-    terminal.interrupt()
-    terminal.interrupt()
+    terminal.type("hello " * 60)
+    for shown in ("in a pass", "asked to stop"):
+        terminal.stop_at(shown)
+        terminal.interrupt()
     terminal.stop_at("interrupted")
     assert terminal.close() == 130
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,9 +60,16 @@ def test_a_table_comes_first_and_json_last(measure: Any, tmp_path: Path) -> None
 
 
 def test_it_says_when_others_were_busy(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = time.perf_counter()
-    monkeypatch.setattr(busy_cores, "_busy_seconds", lambda: 0.8 * (time.perf_counter() - clock))
-    monkeypatch.setattr(busy_cores, "LEAST_SECONDS", 0.0)
+    now = [0.0]
+
+    def pass_a_second(_: Path) -> int:
+        """Called behind what is read at the beginning, and again behind what is read at the end."""
+        now[0] += 1.0
+        return 0
+
+    monkeypatch.setattr(busy_cores, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: None))
+    monkeypatch.setattr(busy_cores, "_busy_seconds", lambda: 0.8 * now[0])
+    monkeypatch.setattr(busy_cores, "_moved_bytes", pass_a_second)
     _, lines, _ = measure()
     assert lines[-2].endswith("; `python -m h2o_flexgen.profile` measures again, and the better figures count")
     kept = Machine.load(json.loads(lines[-1])["kept"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from openai import OpenAI
 
@@ -50,6 +51,11 @@ def command(capfd: pytest.CaptureFixture[str], offload: Path, tiny: Path) -> Cal
     return partial(called, serve.main, capfd, "--model", tiny, *PLAIN, "--offload-dir", offload)
 
 
+def listened_at() -> set[int]:
+    """The ports at which this process listens. Another one may have a port as soon as it is free."""
+    return {one.laddr.port for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
+
+
 class Visitor:
     """A client in a thread of its own, which comes when the server listens."""
 
@@ -80,8 +86,7 @@ class Visitor:
     def has_been_there(self) -> None:
         self._thread.join(PATIENCE_SECONDS)
         assert self.failed == []
-        with socket.socket() as again:
-            assert self.place is not None and again.connect_ex((self.place.host, self.place.port)) != 0, "it listens on"
+        assert self.place is not None and self.place.port not in listened_at(), "it listens on"
 
 
 def test_a_signal_ends_it_when_everybody_has_an_answer(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,12 +221,13 @@ def test_a_second_signal_ends_it_at_once(command: Any, monkeypatch: pytest.Monke
 # -- batches, whatever ends the server ---------------------------------------------------------------------------------------
 
 DIES = """
-import os, signal
+import os, signal, sys
 from h2o_flexgen.server.counts import ServerCounts
 tick = ServerCounts.tick
 def dies(counts, one):
     tick(counts, one)
     if one.number == 12:
+        sys.stdin.readline()
         os.kill(os.getpid(), signal.SIGKILL)
 ServerCounts.tick = dies
 from h2o_flexgen.serve import main
@@ -252,12 +258,14 @@ def test_a_batch_goes_on_whatever_ends_the_server(
     flags = [*map(str, ("--gather", "0", "--rows", 3, "--data-dir", tmp_path / "kept", "--seed", 3))]
     place = tmp_path / "offload of the killed"
     killed = [sys.executable, "-c", DIES, "--model", str(tiny), *map(str, PLAIN), "--offload-dir", str(place), *flags]
-    with subprocess.Popen(killed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(killed, text=True, **pipes) as process:
+        assert process.stdout is not None and process.stdin is not None
         welcome = next(line for line in process.stdout if line.startswith("serving"))
         url = re.findall(r"http://[^/]+/v1", welcome)[0]
         with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS) as client:
             batch = new_batch(client)
+            process.stdin.close()  # it dies in its twelfth pass, and not before it has answered
     assert process.returncode == -signal.SIGKILL
 
     def status() -> str:

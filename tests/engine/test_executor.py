@@ -27,6 +27,7 @@ from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.schedule.traffic import Traffic
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.pretended import PretendedDevice
+from tests.helpers.threads import new_threads
 
 Result = TypeVar("Result")
 
@@ -35,7 +36,7 @@ Result = TypeVar("Result")
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    assert not new_threads(before)
 
 
 def in_time(run: Callable[[], Result]) -> Result:

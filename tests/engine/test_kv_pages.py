@@ -33,6 +33,7 @@ from h2o_flexgen.memory import disk as memory_disk
 from h2o_flexgen.memory.disk import DiskFiles, DiskTier, OffloadFolder
 from h2o_flexgen.policies.by_position import Full
 from h2o_flexgen.policies.kv_options import KVOptions
+from tests.helpers.patience import PATIENCE_SECONDS
 from tests.kernels.variants import used
 
 ROWS, HEADS, SLOTS, SHARE, STEP = 3, 2, 83, 0.5, 4
@@ -366,7 +367,7 @@ def test_many_threads_read_at_once(tokens: int, threads: int, at_once: int, disk
     def noted(wanted: TokenReads, buffer: Tensor, at_once: int) -> None:
         assert len(buffer) >= at_once * wanted.group_bytes
         sizes.append(at_once)
-        meeting.wait(timeout=30)
+        meeting.wait(PATIENCE_SECONDS)
 
     bring_many(tokens, disk_of_threads, noted)
     assert sizes == [at_once] * threads

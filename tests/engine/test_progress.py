@@ -6,11 +6,19 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from h2o_flexgen.engine import progress as progress_module
 from h2o_flexgen.engine.progress import SECONDS_BETWEEN_LINES, Progress
 from tests.helpers.patience import PATIENCE_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def no_second_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a test takes, its lines say that it is at its beginning."""
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 class Terminal(io.StringIO):
@@ -57,7 +65,7 @@ def test_the_interval_keeps_the_promise_of_five_seconds() -> None:
 
 def test_many_updates_are_no_flood() -> None:
     stream = io.StringIO()
-    with Progress(10_000, "job", stream) as progress:
+    with Progress(10_000, "job", stream, interval_seconds=PATIENCE_SECONDS) as progress:
         for done in range(10_000):
             progress.update("fast", done)
     assert stream.getvalue().count("\n") == 2
@@ -107,7 +115,7 @@ def test_a_line_never_wraps_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_note_is_a_line_of_its_own_that_stays(is_terminal: bool) -> None:
     stream = Terminal() if is_terminal else io.StringIO()
-    with Progress(5, "job", stream, interval_seconds=60) as progress:
+    with Progress(5, "job", stream, interval_seconds=PATIENCE_SECONDS) as progress:
         progress.note("noted")
     lines = [line.split("\r")[-1].rstrip() for line in stream.getvalue().rstrip("\n").split("\n")]
     assert "noted" in lines and lines[-1].startswith("job: 0/5") and lines[-1].endswith("done")
@@ -143,7 +151,7 @@ def test_a_reader_that_has_gone_does_not_end_the_job() -> None:
 
 def test_a_late_line_is_not_written_for_what_is_quick() -> None:
     stream = io.StringIO()
-    with Progress(3, "job", stream, interval_seconds=60, late=True) as progress:
+    with Progress(3, "job", stream, interval_seconds=PATIENCE_SECONDS, late=True) as progress:
         progress.update("quick", 3)
     assert stream.getvalue() == ""
 
@@ -174,5 +182,4 @@ def test_a_narrow_terminal_shows_the_time_left_before_anything_else(
     progress = Progress(90, "run", Terminal())
     progress.stage("decode")
     progress.update("1.50 tokens/s, ETA 0:12", 7, ["block 1/2", "step 3/9", "layer 4/8"])
-    progress._started = time.monotonic()
     assert progress._line() == shown and len(shown) < columns

@@ -25,6 +25,7 @@ from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.operations import read_tokens
 from h2o_flexgen.kernels.raw_memory import address_of, numpy_of
 from h2o_flexgen.kernels.read_tokens import ENDED, ReadQueue, TokenReads, read_tokens_twin
+from tests.helpers.patience import PATIENCE_SECONDS
 from tests.kernels.variants import used
 
 BUILDS = ["torch", *variants()[:1]]
@@ -155,7 +156,7 @@ class LookedUpTogether(numpy.ndarray[Any, Any]):
 
     def __getitem__(self, place: Any) -> Any:
         self.looked_up.append(place)
-        self.meeting.wait(timeout=30)
+        self.meeting.wait(PATIENCE_SECONDS)
         return numpy.asarray(self)[place]
 
 

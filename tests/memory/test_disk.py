@@ -33,6 +33,8 @@ from h2o_flexgen.memory.disk import (
     huge_pages,
 )
 from h2o_flexgen.memory.host import HostTier
+from tests.helpers.patience import PATIENCE_SECONDS
+from tests.helpers.threads import new_threads
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NAMES = ("float32", "float16", "bfloat16")
@@ -43,7 +45,7 @@ def files() -> Iterator[DiskFiles]:
     before = set(threading.enumerate())
     with DiskFiles() as opened:
         yield opened
-    assert set(threading.enumerate()) == before
+    assert not new_threads(before)
 
 
 def values_of(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
@@ -436,7 +438,7 @@ def test_every_item_is_done_once_and_the_caller_does_some_of_them(files: DiskFil
     def action(place: int) -> None:
         if threading.get_ident() == caller:
             is_here.set()
-        assert is_here.wait(20)
+        assert is_here.wait(PATIENCE_SECONDS)
         done.append(place)
 
     files.each(action, list(range(50)))
@@ -603,7 +605,7 @@ def test_scratch_memory_is_aligned_and_of_its_thread(tmp_path: Path, files: Disk
 
     def take() -> None:
         places.append(tier.scratch(100).data_ptr())
-        barrier.wait(10)
+        barrier.wait(PATIENCE_SECONDS)
 
     threads = [threading.Thread(target=take) for _ in range(3)]
     for thread in threads:

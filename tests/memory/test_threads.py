@@ -16,6 +16,7 @@ from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.host import Shortage, shortage_of
 from h2o_flexgen.memory.threads import ADVICE, started_pool
+from tests.helpers.threads import new_threads
 from tests.helpers.tiny import save_tiny
 
 NO_ROOM = RuntimeError("can't start new thread")
@@ -63,12 +64,12 @@ def test_no_room_for_a_thread_is_want_of_memory() -> None:
 def test_a_pool_is_whole_or_not_there_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     pool = started_pool(4, "mine")
-    assert len(set(threading.enumerate()) - before) == 4
+    assert len(new_threads(before)) == 4
     pool.shutdown()
     no_room_after(2, monkeypatch)
     with pytest.raises(MemoryError, match="a thread could not be started"):
         started_pool(4, "mine")
-    assert set(threading.enumerate()) == before
+    assert not new_threads(before)
 
 
 @pytest.mark.parametrize("room", [0, 3, 6, 8])
@@ -83,7 +84,7 @@ def test_a_run_that_finds_no_room_for_a_thread_says_so_and_leaves_nothing(
             llm.generate(["a"], SamplingParams(max_tokens=2))
         with pytest.raises(MemoryError, match="a thread could not be started"):
             llm.converse().reply("a", SamplingParams(max_tokens=2))
-    assert set(threading.enumerate()) == before
+    assert not new_threads(before)
 
 
 def test_progress_goes_without_its_thread(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

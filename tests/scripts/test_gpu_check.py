@@ -246,8 +246,8 @@ def test_the_profile_of_the_first_run_serves_the_next_ones(tmp_path: Path) -> No
 
 
 def test_what_has_no_time_left_is_not_run_and_says_how_to_run_it(tmp_path: Path) -> None:
-    began = time.monotonic() - SCRIPT.TOTAL_SECONDS + 50
-    late, soon = stage("late", "", 60.0, if_time=True), stage("soon", "print('1 passed')", 10.0, if_time=True)
+    began, whole = time.monotonic() - SCRIPT.TOTAL_SECONDS / 2, SCRIPT.TOTAL_SECONDS
+    late, soon = stage("late", "", whole, if_time=True), stage("soon", "print('1 passed')", whole / 4, if_time=True)
     outcomes = SCRIPT.run_all([late, soon], tmp_path, tmp_path / "none", began)
     assert outcomes["late"].result == SCRIPT.NOT_RUN and "--only late runs it" in outcomes["late"].words
     assert outcomes["soon"].result == SCRIPT.PASSED

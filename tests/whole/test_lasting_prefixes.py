@@ -39,6 +39,7 @@ from h2o_flexgen.session.prefix_folder import MARK, PrefixFolder
 from tests.helpers.commands import called
 from tests.helpers.contract import POLICIES, WEIGHTS, Checkpoints
 from tests.helpers.pairwise import Name, on_devices
+from tests.helpers.patience import PATIENCE_SECONDS
 from tests.whole.test_arriving_prefixes import FOUR, ArrivingCase, Counted, drawn
 from tests.whole.test_arriving_prefixes import hold_contract as hold_arriving
 from tests.whole.test_shared_prefixes import LITTLE_GROWTH, OWN, SharedCase
@@ -237,7 +238,7 @@ def test_it_is_written_behind_the_work(
     may_go_on, written = Event(), prefix_files.write_prefix
 
     def held_up(*given: Any) -> None:
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(PATIENCE_SECONDS)
         written(*given)
 
     monkeypatch.setattr("h2o_flexgen.engine.stores.prefix_files.write_prefix", held_up)
