@@ -49,13 +49,14 @@ from tests.commands.test_batch import (
     demo_requests,
     has_ended,
     has_lines,
+    held_behind,
     ids,
     records,
     started,
     when,
     write,
 )
-from tests.extras.held_worker import IN_PORTION, held_by
+from tests.extras.held_worker import AT_OPENING, IN_PORTION, held_by
 from tests.helpers.commands import called
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.signals import as_in_a_terminal
@@ -553,7 +554,7 @@ def started_on_workers(
     on_workers = ("--ray", "local", "--workers", "2", "--hand-out", "12")
     return started(
         "-i", file, "-o", out, *DEMO, *on_workers, *flags, program=program,
-        preexec_fn=as_in_a_terminal, cwd=ROOT, env={**os.environ, "TMPDIR": str(folder)},
+        preexec_fn=as_in_a_terminal, env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
 
 
@@ -589,7 +590,7 @@ def test_an_interrupted_job_goes_on_to_its_end(tmp_path: Path, short_folder: Pat
     begun: list[psutil.Process] = []
     for count, (number, status, word) in enumerate(ways, 1):
         before = len(ids(out)) if out.exists() else 0
-        process = started_on_workers(file, out, short_folder, "--resume")
+        process = started_on_workers(file, out, short_folder, "--resume", program=held_behind(16))
         when(process, partial(has_lines, out, before + 8))
         begun += children(process)
         process.send_signal(number)
@@ -607,14 +608,15 @@ def test_an_interrupted_job_goes_on_to_its_end(tmp_path: Path, short_folder: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_ray_starts_leaves_nothing(number: int, status: int, tmp_path: Path, short_folder: Path) -> None:
-    file, out = write(tmp_path / "in.jsonl", demo_requests(4)), tmp_path / "out.jsonl"
-    process = started_on_workers(file, out, short_folder)
+    """No worker comes to open its model, so the job is not over, however late the signal comes."""
+    file, out, numbers = write(tmp_path / "in.jsonl", demo_requests(4)), tmp_path / "out.jsonl", tmp_path / "held"
+    process = started_on_workers(file, out, short_folder, program=("tests.extras.held_worker", AT_OPENING, numbers))
     when(process, lambda: any(place.name.startswith("session_2") for place in short_folder.glob("*/*")))
     process.send_signal(number)
     begun = children(process)
     ended, err = has_ended(process)
     assert ended == status and err.splitlines()[-1] in ("interrupted", "terminated") and "Traceback" not in err, err
-    psutil.wait_procs(begun, timeout=60)
+    psutil.wait_procs(begun, timeout=PATIENCE_SECONDS)
     assert not any(map(is_running, begun)) and list(short_folder.iterdir()) == []
 
 
