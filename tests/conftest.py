@@ -37,7 +37,8 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, too
-    hypothesis.settings.register_profile("patient", deadline=None)  # no outcome depends on a clock
+    slow = hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[slow])  # none depends on a clock
     hypothesis.settings.load_profile("patient")
 
 

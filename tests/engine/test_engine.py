@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
@@ -42,6 +43,7 @@ def nothing_runs_on() -> Iterator[None]:
 
 
 def open_files() -> set[str]:
+    gc.collect()  # what an earlier test of this process has left may be closed at any time
     return {
         os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
@@ -249,6 +250,7 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
 def test_an_output_that_is_removed_while_a_job_writes_it_is_written_again(
     kind: type[JobOutput], path: Path, index: Index
 ) -> None:
+    gc.collect()  # or what an earlier test of this process has left may be closed meanwhile
     folder, descriptors = path.parent / "folder", len(os.listdir("/proc/self/fd"))
     folder.mkdir()
     path = folder / path.name
