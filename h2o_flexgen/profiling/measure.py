@@ -283,7 +283,7 @@ def few(rows: Iterable[int], most: int) -> list[int]:
 def _per_second(action: Callable[[int], int], seconds: float) -> float:
     """The action's returned amounts per second, called with 0, 1, 2 ... for the whole time: the sustained rate, not a burst."""
     begun, done, calls = time.perf_counter(), 0, 0
-    while (passed := time.perf_counter() - begun) < seconds:
+    while (passed := time.perf_counter() - begun) < seconds or not calls:
         done += action(calls)
         calls += 1
     return done / passed
