@@ -6,9 +6,11 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from h2o_flexgen.cli import batch_run
 from h2o_flexgen.cli.batch_run import JobFigures, JobWatch, Metrics
 from h2o_flexgen.cli.report import document_of, lines_of
 from h2o_flexgen.engine.job import RequestSize
@@ -77,7 +79,8 @@ def test_what_requests_share_is_read_once() -> None:
     assert watch.figures.share == pytest.approx(75 / 90)
 
 
-def test_figures_are_appended_and_the_last_ones_always(tmp_path: Path) -> None:
+def test_figures_are_appended_and_the_last_ones_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_run, "time", SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 1e6))  # all come at once
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         with Metrics(path) as metrics:
