@@ -544,7 +544,7 @@ class Engine:
             return None if state.graphs is None else state.graphs.past(task)
 
         def compute(task: Task) -> int | Past:
-            past = past_of(task)
+            past, visit = past_of(task), task.visit
             if past is not None or not state.rows[task.batch].is_done:
                 state.measures.step = task.step
                 if past is None:
@@ -555,7 +555,7 @@ class Engine:
                 state.heard.append(task)
                 if lanes.of(task) == lanes.of_head:  # listeners are called in the caller's thread
                     state.tell_of_visits()
-            self._weights_for(task.visit).wanted.computed(task.visit)
+            self._weights_for(visit).wanted.computed(visit)
             return past or 0
 
         return {
@@ -580,8 +580,9 @@ class Engine:
     def _compute(self, task: Task, state: _Progress) -> None:
         """Computes one layer on one batch."""
         rows, visit = state.rows[task.batch], task.visit
-        self._kv_for(visit, state).take_back(task, rows)
-        layer = self._weights_for(visit).layer(visit)
+        kv, weights = self._kv_for(visit, state), self._weights_for(visit)
+        kv.take_back(task, rows)
+        layer = weights.layer(visit)
         if layer.makes_logits:
             state.at_the_head(rows, task, self._of_head(visit))
             return
@@ -589,15 +590,15 @@ class Engine:
         if hidden is not None and self._is_asking(Visit(task.step, task.layer - 1, task.batch), rows.parts[0], state):
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
-        cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
+        cache = kv.open(task, rows) if layer.has_kv else None
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         opened = self._states_for(visit, state).open(task, rows) if layer.states else NO_STATES
         reads_back = layer.reads_back and self._memories.device.accelerator
-        is_of_graphs = not (reads_back or self._kv_for(visit, state).chooses(visit))
+        is_of_graphs = not (reads_back or kv.chooses(visit))
         tries = bool(self._spec.state_layers) and (rows.follows_trial or bool(rows.parts[0].ahead))  # no graph does it
         if state.graphs is not None and is_of_graphs and not tries and state.graphs.take(rows):
-            stores = self._weights_for(visit), self._kv_for(visit, state), self._states_for(visit, state)
+            stores = weights, kv, self._states_for(visit, state)
             place = GraphPlace(visit.layer, *(store.buffer(visit) for store in stores))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache, opened)))
             return
@@ -688,7 +689,7 @@ class Engine:
     @staticmethod
     def _is_asking(visit: Visit, part: RowsPart, state: _Progress) -> bool:
         """Whether the host attends this part of a visit: the decode step, which comes first."""
-        return not part.now.is_prefill and state.stores[0].kv.is_attended_beside(visit)
+        return state.stores[0].kv.is_attended_beside(visit) and not part.now.is_prefill
 
     def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: RowsPart) -> Attend | None:
         """The attention function that the layer of a COMPUTE gets."""
@@ -762,15 +763,16 @@ class Engine:
         chosen: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Computes a part, or a piece of it: `hidden` has the states of its tokens."""
-        chosen = chosen or partial(self._weights_for(visit).wanted.chose, visit)
+        store = self._weights_for(visit)
+        chosen = chosen or partial(store.wanted.chose, visit)
         positions = part.positions if piece == WHOLE else part.positions[:, piece]
         attend = kept_of.attend or base.nothing_to_attend
         given = base.Given(positions, attend, chosen, part.now.is_prefill, may_overwrite, kept_of.states)
         if hidden is None:
-            x, weights = self._weights_for(visit).look_up(visit, part.tokens[:, piece])
+            x, weights = store.look_up(visit, part.tokens[:, piece])
         else:
-            x, weights = hidden, self._weights_for(visit).views(visit)
-        layer = self._weights_for(visit).layer(visit)
+            x, weights = hidden, store.views(visit)
+        layer = store.layer(visit)
         if part.adapted is not None:
             weights = self._low_rank[self._device_of(visit.layer)].beside(layer, weights, part.adapted)
         return base.computed(self._model, layer, x, kept_of.begun(weights), given)

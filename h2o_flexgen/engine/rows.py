@@ -206,7 +206,7 @@ class BatchRows:
 
     @property
     def size(self) -> int:
-        return sum(part.now.rows for part in self._own_parts)
+        return sum([part.now.rows for part in self.parts if part.prefix is None])  # a list: each visit asks
 
     @property
     def tokens(self) -> int:

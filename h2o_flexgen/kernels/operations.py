@@ -181,7 +181,7 @@ def steady_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 def _plain_product(op: str, x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     function = _required(op, PLAIN, x.values, x.rows)
-    out: Tensor = function(FORMATS[PLAIN], x, matrix, len(matrix), bias)
+    out: Tensor = function(FORMATS[PLAIN], x, matrix, matrix.shape[0], bias)
     return out
 
 

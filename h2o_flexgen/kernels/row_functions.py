@@ -78,8 +78,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def layer_norm_twin(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if all(each is None or each.ndim == 1 for each in (weight, bias)):
-        return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if (weight is None or weight.ndim == 1) and (bias is None or bias.ndim == 1):
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     normed = functional.layer_norm(x.float(), x.shape[-1:], None, None, eps)
     normed = normed if weight is None else normed.mul_(weight)
     return (normed if bias is None else normed.add_(bias)).to(x.dtype)

@@ -418,11 +418,13 @@ class KVCache:
             self.replaced = self._evict(now, image, scores, got)
         if index is not None and self.replaced is not None:
             index.follow(now, self.replaced)
-        newest = now.counts[:, None].expand(-1, kv_heads)
+        changed = self.replaced
+        if changed is None and (self.choice.is_needed or now.slots.stores_singly):
+            changed = now.counts[:, None].expand(-1, kv_heads)  # the newest token's slots
         if self.choice.is_needed:
-            self.choice.changed = newest if self.replaced is None else self.replaced
-        if self.replaced is None and now.slots.stores_singly:
-            self.replaced = newest
+            self.choice.changed = changed
+        if now.slots.stores_singly:
+            self.replaced = changed
         return out.reshape(rows, 1, heads * head_dim)
 
     def _evict(self, now: KVStep, image: Tensor, scores: SlotScores, got: Tensor | None) -> Tensor | None:

@@ -229,7 +229,7 @@ class Decoder(InHalves):
 
     def projected(self, x: Tensor, weights: Weights) -> Sequence[Tensor]:
         """Queries, keys and values, all heads of each side by side."""
-        return [*tensor_ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))]
+        return [*tensor_ops.linears(x, weights, *tensor_ops.QKV)]
 
     def normed(self, x: Tensor, weights: Weights, name: str | None) -> Tensor:
         return x if name is None else self._traits.norm.function(x, weights, name, self._eps)

@@ -74,7 +74,7 @@ class NewTokens:
     @property
     def turns_queries_apart(self) -> bool:
         """Whether more than a rotation that keys have, too, is done to queries."""
-        return any(one is not None for one in (self.query_rotation, self.query_lengths, self.query_norm))
+        return self.query_rotation is not None or self.query_lengths is not None or self.query_norm is not None
 
     def part(self, tokens: slice) -> NewTokens:
         """Some of the tokens."""

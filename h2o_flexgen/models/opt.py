@@ -48,8 +48,7 @@ class OPT(InHalves):
 
     def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = tensor_ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
-        products = tensor_ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
-        q, k, v = (tensor_ops.split_heads(each, self.spec.head_dim) for each in products)
+        q, k, v = [tensor_ops.split_heads(each, self.spec.head_dim) for each in tensor_ops.linears(x, weights, *tensor_ops.QKV)]
         return given.attend(NewTokens(q, k, v, x=x))
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:

@@ -43,6 +43,7 @@ from h2o_flexgen.models.base import BegunWeights, Weights
 from h2o_flexgen.models.base import Matrix as ModelMatrix
 
 LEAST_SQUARE = 1e-30  # prevents a division by zero
+QKV = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 
 
 class Gating(Protocol):
@@ -66,11 +67,9 @@ def _linears(x: Tensor, weights: Weights, names: Sequence[str]) -> Iterator[Tens
     """The adapters of rows add to products here, and nowhere else."""
     factor, given = Factor(x), [weights[f"{name}.weight"] for name in names]
     products = _products(factor, [(bare(matrix), plain(weights, f"{name}.bias")) for name, matrix in zip(names, given)])
-    if not any(isinstance(matrix, AdaptedMatrix) for matrix in given):
-        yield from products
-        return
-    for matrix, out in zip(given, products):
-        yield matrix.added(factor, out) if isinstance(matrix, AdaptedMatrix) else out
+    if not [matrix for matrix in given if isinstance(matrix, AdaptedMatrix)]:
+        return products
+    return (matrix.added(factor, out) if isinstance(matrix, AdaptedMatrix) else out for matrix, out in zip(given, products))
 
 
 def _products(x: Factor, matrices: Sequence[tuple[ModelMatrix, Tensor | None]]) -> Iterator[Tensor]:

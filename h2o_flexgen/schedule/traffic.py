@@ -101,13 +101,18 @@ class Traffic:
 
     def moves_weights(self, layer: int) -> bool:
         """True if weights are moved for a layer in any step."""
-        return any(self.reads_weights(step, layer) or self.loads_weights(step, layer) for step in (0, 1))
+        return layer in self._moving
 
     @property
     def moves_any_weights(self) -> bool:
         """True if weights are moved for any layer in any step."""
-        moved = (on_disk or (self.accelerator and on_host) for on_disk, on_host in map(self._weights_of, (0, 1)))
-        return any(map(bool, moved))
+        return bool(self._moving)
+
+    @cached_property
+    def _moving(self) -> frozenset[int]:
+        """The layers for which weights are moved in any step: each visit asks."""
+        places = map(self._weights_of, (0, 1))
+        return frozenset().union(*(on_disk | (on_host if self.accelerator else frozenset()) for on_disk, on_host in places))
 
     def is_beside(self, layer: int, batch: int) -> bool:
         """True if the host attends this KV in decode. The device attends prompts, and what is kept of them goes to the host."""

@@ -273,7 +273,9 @@ class KVLevels:
     def _guesses_of(self, task: Task, rows: BatchRows) -> Guesses:
         """Returns where it is noted what guesses of this pass change."""
         self.take_back(task, rows)
-        return self._guessed.setdefault(task.batch, _Guessed(rows, task.step, Guesses())).guesses
+        if task.batch not in self._guessed:
+            self._guessed[task.batch] = _Guessed(rows, task.step, Guesses())
+        return self._guessed[task.batch].guesses
 
     def _by_part(self, task: Task, rows: BatchRows) -> LayerCache:
         stores = self._of_layer[task.layer]

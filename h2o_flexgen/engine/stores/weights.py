@@ -217,6 +217,7 @@ class WeightStore:
         self._copies: dict[SlicePlace, Copies] = {}
         self._views: dict[LayerPlace, dict[str, Matrix]] = {}
         self._parts: dict[LayerPlace, list[PackedMatrix]] = {}  # parts of a packed logit matrix
+        self._packed: dict[LayerPlace, list[PackedMatrix]] = {}  # among the views
         self._viewed_pass = -1
         self.wanted = Wanted(self._spec, schedule)
         self.skipped_bytes: Counter[str] = Counter()  # by lane: of experts that no row chose
@@ -343,11 +344,11 @@ class WeightStore:
             whole = ((local, tensor) for local, tensor in layer.tensors if local not in layer.in_pieces)
             multiplied = dict(layer.products).keys() if self._spec.product != PRODUCT else ()
             self._views[place] = {local: self._weight(tensor, place, local in multiplied) for local, tensor in whole}
+            self._packed[place] = [weight for weight in self._views[place].values() if isinstance(weight, PackedMatrix)]
         if number != self._viewed_pass:
             self._viewed_pass = number
-            for weight in (*self._views[place].values(), *self._parts.get(place, [])):
-                if isinstance(weight, PackedMatrix):
-                    weight.renew()
+            for weight in (*self._packed[place], *self._parts.get(place, [])):
+                weight.renew()
         return self._views[place]
 
     def kind(self, visit: Visit) -> Hashable:

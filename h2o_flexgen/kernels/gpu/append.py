@@ -87,7 +87,7 @@ def _launched(launch_of: Callable[..., Launch], forms: Sequence[object], given: 
     assert noted_worth is None or worth is not None
     noted = positions is not None, scores is not None, noted_worth is not None
     launch = launch_of(*forms, 0 if turn is None else cos.shape[-1], *noted)
-    left = (image if each is None else each for each in (positions, scores, noted_worth, worth))
+    left = [image if each is None else each for each in (positions, scores, noted_worth, worth)]
     launch(image, q, k, v, cos, sin, out, *left, newest.slots, newest.positions)
     return out
 
