@@ -287,7 +287,8 @@ class MixtureOfExperts(Decoder):
     def _asked(self, state: Routed, own: range, weights: Weights) -> Iterator[ExpertGroup]:
         """What these experts are asked. Of few tokens nothing waits for what the router has chosen, where kernels can do so."""
         is_read, each = RECORDER.get() is None and state.experts.numel() <= FEW_ROWS, self._mixture.rows_of_each(state.experts)
-        if is_read and tensor_ops.counts_stay(state.normed, each, weights, EXPERTS, self._gating):
+        how = self._gating, self._traits.gated
+        if is_read and tensor_ops.counts_stay(state.normed, each, weights, EXPERTS, *how):
             rows, to, shares, begins = gather_counted(state.chosen, state.normed, own)
             yield ExpertGroup(own, CountedRows(begins, len(own), len(state.experts)), rows, shares, to)
         else:

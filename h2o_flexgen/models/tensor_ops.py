@@ -93,11 +93,12 @@ def linears_of_each(x: Tensor, counts: Counts, weights: Weights, *names: Sequenc
         yield linear_of_each(factor, list(meetings))
 
 
-def counts_stay(x: Tensor, each: int, weights: Weights, beginning: str, gating: Gating) -> bool:
+def counts_stay(x: Tensor, each: int, weights: Weights, beginning: str, gating: Gating, has_gate: bool) -> bool:
     """Whether rows may meet the matrices with names that begin so, and be gated, without a wait for how many meet which.
-    `each`: how many meet one on average."""
+    `each`: how many meet one on average. `has_gate`: there is one beside what goes up."""
     matrices = [weight for name, weight in weights.items() if name.startswith(beginning) and name.endswith(".weight")]
-    return gating is gated_silu and can_be_counted(x, each, matrices)
+    known = (gated_silu, gated_gelu_tanh) if has_gate else (gated_relu_squared,)  # as below
+    return gating in known and can_be_counted(x, each, matrices)
 
 
 def linear_of_heads(x: Tensor, weights: Weights, name: str) -> Tensor:

@@ -119,18 +119,18 @@ def added(sums: Tensor, rows: Tensor, weights: Tensor, to: Tensor, counted: Coun
 
 
 STANDING_IN = {GATHER_COUNTED: gathered, COUNTED_PRODUCTS: multiplied, ADD_COUNTED: added}
-HEAD_BEHIND_EXPERTS = 19  # of three blocks, each an attention and five slices
+HEADS = {"olmoe": 19, "nemotron-h": 10, "gemma4": 22}  # layers: gates with silu; a square of relu without one; with gelu
 STAYING = Case("olmoe", (100, 0, 0, 100, 0, 100), (3, 2, 4, 2), 4, device=NAME)
 
 
-@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize(("kind", "counts"), [("olmoe", False), *((kind, True) for kind in HEADS)])
 def test_where_its_experts_are_there_no_slice_waits_for_the_choice(
-    counts: bool, by_twins: Checkpoints, offload: Path, checker: Checker, monkeypatch: pytest.MonkeyPatch
+    kind: str, counts: bool, by_twins: Checkpoints, offload: Path, checker: Checker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = operations.chosen
     if counts:
         monkeypatch.setattr(operations, "chosen", lambda op, *of, **more: STANDING_IN.get(op) or chosen(op, *of, **more))
-    generate(STAYING, by_twins, offload)
+    generate(replace(STAYING, kind=kind), by_twins, offload)
     waits = by_task(checker.waited, "COMPUTE 2.")
-    heads = {f"COMPUTE 2.{HEAD_BEHIND_EXPERTS}.{batch}": WAITS_OF_A_HEAD for batch in (0, 1)}
+    heads = {f"COMPUTE 2.{HEADS[kind]}.{batch}": WAITS_OF_A_HEAD for batch in (0, 1)}
     assert (waits == heads) == counts and waits.items() >= heads.items()
