@@ -21,7 +21,7 @@ from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unche
 from h2o_flexgen.cli.terminal import printable, say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
 from h2o_flexgen.core.hints import did_you_mean
-from h2o_flexgen.core.site import HOST
+from h2o_flexgen.core.site import HOST, TIERS, on_tier
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.engine.progress import Progress
@@ -259,7 +259,7 @@ def _arithmetic(llm: LLM) -> Arithmetic:
 
 def _placed(llm: LLM) -> str:
     shares = llm.plan.weights
-    return ", ".join(f"{100 * shares.of(tier):g} % on {tier}" for tier in ("device", "host", "disk") if shares.of(tier) > 0)
+    return ", ".join(f"{100 * shares.of(tier):g} % {on_tier(tier)}" for tier in TIERS if shares.of(tier) > 0)
 
 
 def _rate(tokens: int, seconds: float) -> str:

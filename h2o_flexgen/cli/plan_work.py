@@ -13,10 +13,10 @@ from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest, plan_flags
 from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
-from h2o_flexgen.cli.report.plan_report import NAMES, PlanReport, Predicted
+from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted
 from h2o_flexgen.cli.slow import buffers_reason, compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say
-from h2o_flexgen.core.site import DEVICE, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIER_NAMES, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
@@ -76,7 +76,7 @@ def _draw(report: FoundReport) -> None:
 
 # -- the report ------------------------------------------------------------------------------------------------------------
 
-SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
+SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares CPU memory"}
 BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
 WORTH_SAYING = 0.005
@@ -151,7 +151,7 @@ class FoundReport:
 
     def _of_machine(self) -> Entry:
         name, left = self.problem.machine.name, dict(system_share(self.request.machine, self.request.site))
-        shares = " and ".join(f"{format_bytes(nbytes)} of {NAMES[tier]} memory" for tier, nbytes in left.items())
+        shares = " and ".join(f"{format_bytes(nbytes)} of {TIER_NAMES[tier]} memory" for tier, nbytes in left.items())
         words = f"{name}; {shares} left to its system" if shares else name
         return entry("machine", words, machine=name, left_to_system_bytes=left)
 
@@ -354,7 +354,7 @@ class Why:
         if tier is None:
             return "no memory has a limit"
         need, limit = self.problem.limits.needs(self.needed, tier), self.problem.limits.of(tier) or 0
-        used = f"{NAMES[tier]} memory" if tier != "disk" else "the disk"
+        used = f"{TIER_NAMES[tier]} memory" if tier != DISK else "the disk"
         used = f"{used} is fullest: {format_bytes(need)} of {format_bytes(limit)} ({100 * self.fullness[tier]:.0f} %)"
         if self.nothing_is_offloaded:
             return f"everything fits, nothing is offloaded; {used}"

@@ -11,6 +11,7 @@ from math import isfinite
 
 from h2o_flexgen.cli.profile_request import ProfileRequest
 from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.core.site import on_tier
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import set_threads
@@ -66,8 +67,8 @@ def machine_lines(machine: Machine) -> Iterator[str]:
 
 def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "computes on", machine.device
-    yield "device memory, free", format_bytes(machine.device_bytes) if machine.has_accelerator else ""
-    yield "host memory, free", format_bytes(machine.host_bytes)
+    yield "GPU memory, free", format_bytes(machine.device_bytes) if machine.has_accelerator else ""
+    yield "CPU memory, free", format_bytes(machine.host_bytes)
     yield "disk, free", format_bytes(machine.disk_bytes)
     yield "disk, reads", _bytes(machine.disk_read_per_s)
     yield "disk, writes", _bytes(machine.disk_write_per_s)
@@ -79,15 +80,15 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "KV on disk, writes", _bytes(machine.kv_write_per_s)
     yield "disk, single pages read", f"{machine.small_reads_per_s:,.0f} a second"
     yield "disk, single pages written", f"{machine.small_writes_per_s:,.0f} a second"
-    yield "host memory, copies", _bytes(machine.host_copy_per_s)
-    yield "host memory, reads", _bytes(machine.host_read_per_s)
+    yield "CPU memory, copies", _bytes(machine.host_copy_per_s)
+    yield "CPU memory, reads", _bytes(machine.host_read_per_s)
     if machine.has_accelerator:
-        yield "host to device, page-locked", _bytes(machine.host_to_device_per_s)
-        yield "host to device, pageable", _bytes(machine.unpinned_to_device_per_s)
-        yield "device to host, page-locked", _bytes(machine.device_to_host_per_s)
-        yield "device to host, pageable", _bytes(machine.unpinned_to_host_per_s)
+        yield "CPU to GPU, page-locked", _bytes(machine.host_to_device_per_s)
+        yield "CPU to GPU, pageable", _bytes(machine.unpinned_to_device_per_s)
+        yield "GPU to CPU, page-locked", _bytes(machine.device_to_host_per_s)
+        yield "GPU to CPU, pageable", _bytes(machine.unpinned_to_host_per_s)
     for tier, rate in machine.attention_bytes_per_s.items():
-        yield f"attention of a step, in {tier} memory, KV read", _bytes(rate)
+        yield f"attention of a step, {on_tier(tier)}, KV read", _bytes(rate)
     for kept, rate in machine.attention_flops_per_s.items():
         yield f"attention of a step, KV in {kept}", _flops(rate)
     for codec, rate in machine.unpacked_values_per_s.items():

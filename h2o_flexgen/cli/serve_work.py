@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from h2o_flexgen.cli.errors import TRACEBACK
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.interrupts import Interrupts
-from h2o_flexgen.cli.report.plan_report import NAMES, PLACED_DATA, PlanReport, placed_bytes
+from h2o_flexgen.cli.report.plan_report import PLACED_DATA, PlanReport, placed_bytes
 from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import plan_reasons, say_slow
@@ -25,6 +25,7 @@ from h2o_flexgen.cli.terminal import say
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.seats import SeatNeed
+from h2o_flexgen.core.site import TIER_NAMES
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.arrivals import Arrivals
 from h2o_flexgen.engine.job import without_number
@@ -244,7 +245,7 @@ def facts_of(name: str, report: PlanReport) -> Facts:
     held, limits, workload = placed_bytes(report.first), report.limits, report.planned.workload
     tiers = [
         Tier(
-            name=NAMES[tier],
+            name=TIER_NAMES[tier],
             held_bytes={kind: held[kind][tier] for kind in PLACED_DATA},
             needed_bytes=limits.needs(report.planned.footprint, tier),
             budget_bytes=limits.of(tier),

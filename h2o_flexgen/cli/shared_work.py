@@ -129,7 +129,7 @@ class RunApart:
             job.output.finish(self.completions)
         if job.request.verbose:
             say(["", *completion_lines(self.completions, job.request.verbose >= 2, job.llm.tokenizer.reads_texts)])
-        say(["", *self._table(), f"weights in host memory that they share: {format_bytes(shared)}"])
+        say(["", *self._table(), f"weights in CPU memory that they share: {format_bytes(shared)}"])
         told = summary(job.llm.spec, job.workload, self.timing, peaks.peak_bytes[DEVICE])
         say(["", *lines_of(told)])
         say_broken(peaks)

@@ -12,6 +12,7 @@ from h2o_flexgen.formats.table import PLAIN
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)  # the fastest first; without an accelerator, the device's share lies on the host
+TIER_NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}  # as people read them
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"  # the usual types
 
 
@@ -33,6 +34,11 @@ class AdapterRoom(NamedTuple):
 
 
 NO_ADAPTERS = AdapterRoom()
+
+
+def on_tier(tier: str) -> str:
+    """The place in words: `in CPU memory`."""
+    return f"on {TIER_NAMES[tier]}" if tier == DISK else f"in {TIER_NAMES[tier]} memory"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
+from h2o_flexgen.core.site import TIER_NAMES
 from h2o_flexgen.core.workload import BlockSize
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.engine.executor import TaskFailed, shortage_in
@@ -32,7 +33,7 @@ class Shrink:
     rest: BlockPlans  # all blocks to come
 
     def __str__(self) -> str:
-        return f"memory ran out on {self.shortage.tier} in a block of {self.tried} rows: going on with {self.size}"
+        return f"{TIER_NAMES[self.shortage.tier]} memory ran out in a block of {self.tried} rows: going on with {self.size}"
 
 
 OnShrink = Callable[[Shrink], None]

@@ -59,7 +59,7 @@ class CudaPageLocks:
         if status != SUCCESS:
             self._forget_error()
             raise MemoryError(
-                f"page-locking {nbytes / 1e9:.2f} GB of host memory failed (CUDA error {status}); raise the limit on locked "
+                f"page-locking {nbytes / 1e9:.2f} GB of CPU memory failed (CUDA error {status}); raise the limit on locked "
                 "memory (ulimit -l), lower the CPU shares, or use --pin-weight 0 if it was for weights"
             )
 
@@ -71,7 +71,7 @@ class CudaPageLocks:
         if status != SUCCESS:
             self._forget_error()
             warnings.warn(
-                f"CUDA did not unlock host memory (CUDA error {status}); start a new process if copies fail from here on",
+                f"CUDA did not unlock CPU memory (CUDA error {status}); start a new process if copies fail from here on",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -384,7 +384,7 @@ class CudaDevice(Accelerator):
         with torch.cuda.device(self.torch_device):
             seen = torch.as_tensor(_OverLink(region), device=self.torch_device)
         if addresses_of((seen,)) != addresses_of((region,)):  # a copy, or memory that has another address there
-            what = "this GPU does not read page-locked host memory at the address that the host has for it"
+            what = "this GPU does not read page-locked CPU memory at the address that the host has for it"
             raise ValueError(f"kv_recall cannot bring what is chosen: {what}; take attend_on={HOST!r}")
         return seen
 
@@ -438,7 +438,7 @@ class DeviceTier:
         try:
             region = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(f"device memory: {nbytes / 1e9:.2f} GB could not be allocated; lower the GPU share") from error
+            raise MemoryError(f"GPU memory: {nbytes / 1e9:.2f} GB could not be allocated; lower the GPU share") from error
         self.meter.add(region.nbytes)
         return region
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.buffer_layout import region_bytes
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.memory.threads import ADVICE, CANNOT_START
 
 
@@ -134,7 +135,7 @@ class HostTier:
             pages = self._new_pages(size)
         except OSError as error:
             raise MemoryError(
-                f"host memory: {size / 1e9:.2f} GB could not be allocated ({error}); lower the CPU share"
+                f"CPU memory: {size / 1e9:.2f} GB could not be allocated ({error}); lower the CPU share"
             ) from error
         with suppress(OSError, AttributeError):  # if the system has huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -291,12 +292,12 @@ def shortage_of(error: BaseException | None) -> Shortage | None:
     text = str(error)
     of_device = isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
     if of_device or (isinstance(error, RuntimeError) and any(words in text for words in ON_DEVICE)):
-        return Shortage("device", _line(error))
+        return Shortage(DEVICE, _line(error))
     of_system = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN)
     if isinstance(error, RuntimeError) and CANNOT_START in text:
-        return Shortage("host", ADVICE)
+        return Shortage(HOST, ADVICE)
     of_torch = isinstance(error, RuntimeError) and any(words in text for words in ON_HOST)
-    return Shortage("host", _line(error)) if isinstance(error, MemoryError) or of_system or of_torch else None
+    return Shortage(HOST, _line(error)) if isinstance(error, MemoryError) or of_system or of_torch else None
 
 
 def _line(error: BaseException) -> str:
@@ -324,4 +325,4 @@ class HostGuard:
         self._next_look = now + SECONDS_BETWEEN_LOOKS
         left = available_bytes()
         if left < FLOOR_BYTES and self._process.memory_info().rss - self._before >= FLOOR_BYTES:
-            raise MemoryError(f"host memory: only {left / 1e6:.0f} MB are left before the system swaps or kills processes")
+            raise MemoryError(f"CPU memory: only {left / 1e6:.0f} MB are left before the system swaps or kills processes")

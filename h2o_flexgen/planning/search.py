@@ -16,7 +16,7 @@ from itertools import product
 from math import log2
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import DEVICE, DISK, Site
+from h2o_flexgen.core.site import DEVICE, DISK, Site, on_tier
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
@@ -34,7 +34,7 @@ from h2o_flexgen.planning.linear_program import (
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, LEAST_PLACED, Plan
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.workload_plan import UNLIKE_BYTES, DoesNotFit, WorkloadPlan, largest, more_memory
+from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan, enough, largest, more_memory
 from h2o_flexgen.policies.recall import ALL
 
 THROUGHPUT, LATENCY = "throughput", "latency"
@@ -586,7 +586,7 @@ def nearest_miss(problem: SearchProblem) -> str:
         return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
     more, tier, need, limit = min(misses)
     return (
-        f"no plan fits: even one row with as much offloaded as helps needs {format_bytes(need)} on {tier}, "
+        f"no plan fits: even one row with as much offloaded as helps needs {format_bytes(need)} {on_tier(tier)}, "
         f"and the limit is {format_bytes(limit)}; {more_memory(tier, more, need)}{_told_less(problem, need, tier)}"
     )
 
@@ -614,4 +614,4 @@ def _told_less(problem: SearchProblem, need: int, tier: str) -> str:
         return ", or leave kv_recall_reuse out, and it fits"
     _, its_tier, least, _ = min(misses)
     is_less = its_tier == tier and least < need
-    return f", or leave kv_recall_reuse out: then {format_bytes(least + UNLIKE_BYTES)} are enough" if is_less else ""
+    return f", or leave kv_recall_reuse out: then {format_bytes(enough(least))} are enough" if is_less else ""

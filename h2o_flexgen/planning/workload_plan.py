@@ -15,7 +15,7 @@ from h2o_flexgen.core.allowed_values import AUTO, Bounds
 from h2o_flexgen.core.buffer_layout import PrefixLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefix_groups import ROOM_TOKENS, room_of
-from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, Site, on_tier
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import MOST_TOKENS, Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
@@ -75,7 +75,7 @@ class WorkloadPlan:
         parts = limits.held(self.footprint, tier).items()
         held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
         raise DoesNotFit(
-            f"plan needs {format_bytes(limits.needs(self.footprint, tier))} on {tier} ({held}), "
+            f"plan needs {format_bytes(limits.needs(self.footprint, tier))} {on_tier(tier)} ({held}), "
             f"{self._told_limit(limits, tier)}; {what_would_fit(self, limits)}"
         )
 
@@ -130,19 +130,25 @@ def _lacking(asked: WorkloadPlan, limits: MemoryLimits, tier: str) -> str:
     larger = more_memory(least, more, need)
     if least == DISK and limits.folder:
         larger = f"free {format_bytes(more)} more in {limits.folder}, or give an offload_dir on a larger disk"
-    return f"the smallest needs {format_bytes(need)} on {least}; {larger}"
+    return f"the smallest needs {format_bytes(need)} {on_tier(least)}; {larger}"
 
 
 MEMORY_OPTIONS = {DEVICE: "gpu_mem", HOST: "cpu_mem"}
-UNLIKE_BYTES = 10**6  # by which processes differ in what they hold by themselves: 0.12 MB were measured among six
+MB = 10**6
+UNLIKE_BYTES = MB  # by which processes differ in what they hold by themselves: 0.12 MB were measured among six
 
 
 def more_memory(tier: str, more: int, need: int) -> str:
-    """What to give where a plan that needs so much lacks so many bytes of it: in memory another process may need some more."""
+    """What to give where a plan that needs so much lacks so many bytes of it."""
     if tier not in MEMORY_OPTIONS:
-        return f"give {format_bytes(more)} more on {tier}"
-    option = f"{MEMORY_OPTIONS[tier]}='{ceil((need + UNLIKE_BYTES) / 1e6)}MB'"
-    return f"give {format_bytes(more + UNLIKE_BYTES)} more on {tier} ({option})"
+        return f"give {format_bytes(more)} more {on_tier(tier)}"
+    told = enough(need)
+    return f"give {format_bytes(more + told - need)} more {on_tier(tier)} ({MEMORY_OPTIONS[tier]}='{told // MB}MB', rounded up)"
+
+
+def enough(need: int) -> int:
+    """The memory to give to a plan that needs so much of it, in whole MB: another process may need some more."""
+    return ceil((need + UNLIKE_BYTES) / MB) * MB
 
 
 def _smaller_with_less(asked: WorkloadPlan, limits: MemoryLimits, tier: str | None) -> str:

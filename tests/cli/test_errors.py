@@ -160,8 +160,8 @@ def test_a_word_of_an_error_that_is_no_option_stays_as_it_is() -> None:
     assert as_typed(unlike, flags) == (
         "--percent for weights is 50 (GPU) and 60 (CPU); --device cuda:7 was asked for; 5 percent for each"
     )
-    lacking = "give 3 GB more on host (cpu_mem='5000MB')"
-    assert as_typed(lacking, {"cpu_mem"}) == "give 3 GB more on host (--cpu-mem 5000MB)"
+    lacking = "give 3 GB more in CPU memory (cpu_mem='5000MB', rounded up)"
+    assert as_typed(lacking, {"cpu_mem"}) == "give 3 GB more in CPU memory (--cpu-mem 5000MB, rounded up)"
 
 
 def test_a_gpu_that_is_not_there_is_named_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

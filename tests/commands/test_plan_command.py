@@ -317,7 +317,7 @@ def test_a_given_plan_is_priced_as_it_is(command: Any, machines: dict[str, Path]
 def test_without_an_accelerator_a_given_plan_is_folded(command: Any) -> None:
     result = command(*WORK, *GIVEN)
     assert result.json["plan"]["weights"] == {"device": 0, "host": 0.5}
-    assert "no GPU: what was meant for it lives in host memory" in result.out
+    assert "no GPU: what was meant for it lives in CPU memory" in result.out
 
 
 def test_what_a_search_found_is_priced_the_same_when_it_is_given(command: Any) -> None:
@@ -341,7 +341,7 @@ def test_of_a_given_plan_it_is_said_that_lanes_wait_for_buffers(command: Any, mo
 def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     flags = ("--evaluate", "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB")
     error = command(*WORK, *flags, model="facebook/opt-1.3b").error
-    assert re.search(r"needs \d\.\d\d GB on host .*, the limit is 2\.00 GB; would fit: ", error), error
+    assert re.search(r"needs \d\.\d\d GB in CPU memory .*, the limit is 2\.00 GB; would fit: ", error), error
 
 
 # -- what it refuses -----------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
         (("--latency-limit", 0), ("--latency-limit: '0' is not allowed",)),
         (("--latency-limit", "nan"), ("--latency-limit: 'nan' is not allowed",)),
         (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "even one row")),
-        (("--cpu-mem", "1MB"), ("no plan fits", "on host", "give")),
+        (("--cpu-mem", "1MB"), ("no plan fits", "in CPU memory", "give")),
         (("--cpu-mem", "lots"), ("'lots'", "16GB")),
         (("--gpu-mem", "16GB"), ("--gpu-mem 16GB", "slow-cpu has none")),
         (("--prompt-len", 500), ("128 positions",)),

@@ -171,8 +171,8 @@ def test_when_memory_runs_out_a_line_says_so_and_the_texts_are_the_same(command:
     monkeypatch.setattr(KVStore, "_allocate", failing)
     result = command(*flags)
     assert result.status == 0 and result.texts == plain.texts
-    notes = [line for line in result.err if line.startswith("memory ran out")]
-    assert notes == ["memory ran out on host in a block of 2 x 2 rows: going on with 1 x 2"]
+    notes = [line for line in result.err if "memory ran out" in line]
+    assert notes == ["CPU memory ran out in a block of 2 x 2 rows: going on with 1 x 2"]
     assert (plain.json["shrunk"], result.json["shrunk"]) == ([], [[2, 2]])
     assert result.json["generated_tokens"] == plain.json["generated_tokens"] == 35
     for name, lane in result.json["lanes"].items():
@@ -203,9 +203,9 @@ def test_memory_that_does_not_last_for_one_row_is_one_line(command: Any, opt: Pa
     monkeypatch.setattr(KVStore, "_allocate", failing)
     result = command("--model", opt, *SMALL)
     assert result.status == 2 and result.err[-1].startswith("error: no room; a block of one row is the smallest: keep less KV")
-    assert [line.rpartition(" x")[0] for line in result.err[:-1] if line.startswith("memory")] == [
-        "memory ran out on host in a block of 2 x 2 rows: going on with 1",
-        "memory ran out on host in a block of 1 x 2 rows: going on with 1",
+    assert [line.rpartition(" x")[0] for line in result.err[:-1] if "memory ran out" in line] == [
+        "CPU memory ran out in a block of 2 x 2 rows: going on with 1",
+        "CPU memory ran out in a block of 1 x 2 rows: going on with 1",
     ]
 
 
@@ -268,12 +268,12 @@ def test_weights_that_are_not_page_locked_have_a_bound_of_their_own(
 def test_the_plan_comes_first_and_says_what_lives_where(command: Any, opt: Path) -> None:
     out = command("--model", opt, *SMALL, "--percent", 50, 0, 0, 100, 100, 0).out
     assert out[0].startswith(f"model     {opt}: opt, ")
-    assert "no GPU: what was meant for it lives in host memory" in out
+    assert "no GPU: what was meant for it lives in CPU memory" in out
     weights = next(line for line in out if line.startswith("weights "))
     assert weights.split()[1:6] == ["50", "+", "0", "/", "50"] and "kB" in weights
     assert any(line.startswith("CPU ") and "budget" not in line for line in out)
     first_text = next(place for place, line in enumerate(out) if line.startswith("prompt 0 ("))
-    assert out.index("no GPU: what was meant for it lives in host memory") < first_text
+    assert out.index("no GPU: what was meant for it lives in CPU memory") < first_text
 
 
 def test_a_share_for_a_gpu_that_is_not_there_is_shown_beside_what_it_went_to(command: Any, opt: Path) -> None:
@@ -768,7 +768,7 @@ def test_bad_flags_get_one_line(command: Any, opt: Path, flags: tuple[object, ..
         ((*DISK_HEAVY, "--machine", "t4-gcp"), ("t4-gcp", "computes on cuda, and not on cpu", "--device")),
         (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "even one row")),
         (("--latency-limit", "nan"), ("--latency-limit: 'nan' is not allowed",)),
-        (("--cpu-mem", "1MB"), ("no plan fits", "on host")),
+        (("--cpu-mem", "1MB"), ("no plan fits", "in CPU memory")),
         ((*DISK_HEAVY, "--latency-limit", 3), ("--latency-limit is for a search", "--percent auto")),
         ((*DISK_HEAVY, "--allow-4bit"), ("--allow-4bit is for a search", "--percent auto")),
         ((*DISK_HEAVY, "--allow-int8"), ("--allow-int8 is for a search", "--percent auto")),
@@ -845,7 +845,7 @@ def test_a_plan_that_does_not_fit_says_what_would(command: Any, monkeypatch: pyt
     monkeypatch.setattr(resources, "bytes_to_begin_with", lambda: 320 << 20)  # what tests before this left here may be too much
     model = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", 16, "--gen-len", 4)
     error = command(*model, "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB").error
-    assert re.search(r"needs \d\.\d\d GB on host .*, the limit is 2\.00 GB; would fit: .*percent", error), error
+    assert re.search(r"needs \d\.\d\d GB in CPU memory .*, the limit is 2\.00 GB; would fit: .*percent", error), error
 
 
 def test_an_offload_folder_that_cannot_be_made_is_named(opt: Path, tmp_path: Path, capfd: Any) -> None:

@@ -163,7 +163,7 @@ def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     assert stats.generated_tokens == sum(len(each.token_ids) for each in wanted)
     assert all(run.shortage is None for run in stats.blocks)
     (shrink,) = told
-    assert str(shrink) == "memory ran out on host in a block of 4 x 2 rows: going on with 2 x 2"
+    assert str(shrink) == "CPU memory ran out in a block of 4 x 2 rows: going on with 2 x 2"
     assert [BlockSize.of(one.block) for one in shrink.rest] == [BlockSize.of(run.block) for run in stats.blocks]
 
 
@@ -275,7 +275,7 @@ def test_a_caller_that_listens_to_nothing_is_warned(
 ) -> None:
     fail_to_allocate(monkeypatch, most_rows=4, error=lambda: MemoryError("no room"))
     with case_of().open(checkpoints, offload) as llm:
-        message = r"ran out on host in a block of 4 x 2 rows: going on with 2 x 2 \(no room\)"
+        message = r"CPU memory ran out in a block of 4 x 2 rows: going on with 2 x 2 \(no room\)"
         with pytest.warns(RuntimeWarning, match=message) as caught:
             llm.generate(case_of().prompts, SamplingParams(max_tokens=2))
     assert len(caught) == 1

@@ -184,7 +184,7 @@ def test_host_memory_is_used_by_kernels_where_it_lies(cuda: PretendedTorch, monk
     interface = {"shape": (64,), "typestr": "|u1", "data": (region.data_ptr(), False), "version": 2}
     assert asked == [(interface, torch.device("cuda", 1), 1)]
     monkeypatch.setattr(cuda, "as_tensor", lambda given, device: region.clone(), raising=False)
-    with pytest.raises(ValueError, match=r"this GPU does not read page-locked host memory .*; take attend_on='host'"):
+    with pytest.raises(ValueError, match=r"this GPU does not read page-locked CPU memory .*; take attend_on='host'"):
         device.over_link(region)
 
 

@@ -83,7 +83,7 @@ def test_memory_that_cannot_be_had_is_told_with_its_size(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(host, "Pages", refuse)
     tier = HostTier()
-    with pytest.raises(MemoryError, match=r"host memory: 3\.00 GB could not be allocated .*; lower the CPU share"):
+    with pytest.raises(MemoryError, match=r"CPU memory: 3\.00 GB could not be allocated .*; lower the CPU share"):
         tier.alloc(3_000_000_000)
     assert tier.meter.used_bytes == 0
     assert mmap.PAGESIZE <= ALIGNMENT

@@ -102,7 +102,7 @@ def test_the_check_finds_pages_that_are_not_unlocked(cudart: PretendedCudart) ->
 def test_a_refusal_is_a_lack_of_host_memory_and_is_forgotten(cudart: PretendedCudart) -> None:
     cudart.room = 4096
     tier = HostTier(LockingDevice(cudart))
-    with pytest.raises(MemoryError, match=r"page-locking 0\.00 GB of host memory failed \(CUDA error 2\); .*ulimit") as refused:
+    with pytest.raises(MemoryError, match=r"page-locking 0\.00 GB of CPU memory failed \(CUDA error 2\); .*ulimit") as refused:
         tier.alloc(8192)
     found = shortage_of(refused.value)
     assert found is not None and found.tier == "host"
@@ -112,7 +112,7 @@ def test_a_refusal_is_a_lack_of_host_memory_and_is_forgotten(cudart: PretendedCu
 
 def test_memory_that_cuda_does_not_unlock_is_told_and_forgotten(cudart: PretendedCudart) -> None:
     locks = CudaPageLocks(cudart, cudart.launch)
-    with pytest.warns(RuntimeWarning, match=r"CUDA did not unlock host memory \(CUDA error 713\)"):
+    with pytest.warns(RuntimeWarning, match=r"CUDA did not unlock CPU memory \(CUDA error 713\)"):
         locks.unlock(4096)
     assert cudart.last_error == 0
 

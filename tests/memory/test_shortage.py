@@ -26,7 +26,7 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "host"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), "host"),
         (torch.OutOfMemoryError("Tried to allocate 2 GiB"), "device"),
-        (raised_from(MemoryError("device memory: 2 GB could not be allocated"), torch.OutOfMemoryError("2 GiB")), "device"),
+        (raised_from(MemoryError("GPU memory: 2 GB could not be allocated"), torch.OutOfMemoryError("2 GiB")), "device"),
         (RuntimeError("CUDA error: out of memory\nkernel errors might be reported later"), "device"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
         (ValueError("out of memory"), None),
@@ -68,7 +68,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_block_that_has_taken_the_last_memory_is_stopped(world: SimpleNamespace) -> None:
     guard = HostGuard()
     world.held += FLOOR_BYTES
-    with pytest.raises(MemoryError, match="host memory: only 34 MB are left"):
+    with pytest.raises(MemoryError, match="CPU memory: only 34 MB are left"):
         guard.look()
 
 

@@ -76,7 +76,7 @@ def test_their_plan_for_30b_does_not_fit_the_card_as_they_compute_prompts() -> N
     tensors places 8 % of the weights on the card where 20 % were asked for.)"""
     asked = planned(*THEIR_30B, prefill_tokens=published.WHOLE_BATCH, schedule=published.THEIRS)
     assert asked.footprint.total(DEVICE) == pytest.approx(27.16e9, rel=0.01)
-    with pytest.raises(DoesNotFit, match=r"plan needs 27\.\d+ GB on device \(weights 11\.96 GB.*the limit is 16\.00 GB"):
+    with pytest.raises(DoesNotFit, match=r"plan needs 27\.\d+ GB in GPU memory \(weights 11\.96 GB.*the limit is 16\.00 GB"):
         asked.refuse_what_does_not_fit(T4_MEMORY)
 
 
@@ -132,7 +132,7 @@ def test_their_rule_puts_the_first_half_of_every_layer_on_the_disk_where_half_wa
 
 
 def test_all_in_memory_but_the_weights_of_175b_is_refused_for_the_host() -> None:
-    with pytest.raises(DoesNotFit, match=r"on host .*the limit is 208\.00 GB"):
+    with pytest.raises(DoesNotFit, match=r"in CPU memory .*the limit is 208\.00 GB"):
         planned("opt-175b", 27, 16, (0, 50, 0, 50, 0, 100)).refuse_what_does_not_fit(T4_MEMORY)
 
 

@@ -13,7 +13,7 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.buffer_layout import hidden_bytes
-from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIER_NAMES, TIERS
 from h2o_flexgen.core.units import counted, format_bytes
 from h2o_flexgen.engine.resources import Packing
 from h2o_flexgen.engine.stats import Stats
@@ -30,7 +30,6 @@ from h2o_flexgen.schedule.ops import Data
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.session.loaded_model import LoadedModel
 
-NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 PLACED_DATA = ("weights", "KV", "activations")
 STATES = "states"  # a kind where rows have some
 ON_PAGE = ("model", "schedule", "KV", "numbers", "kernels")  # labels
@@ -129,7 +128,7 @@ class PlanReport:
         if self.is_noise:
             yield told("weights are random, so the text is noise")
         if self._is_folded:
-            yield told("no GPU: what was meant for it lives in host memory")
+            yield told("no GPU: what was meant for it lives in CPU memory")
         yield told("", *self._shares(), placed_bytes=placed_bytes(self.first))
         yield from self._of_tiers()
 
@@ -208,7 +207,7 @@ class PlanReport:
 
     def _shares(self) -> list[str]:
         tiers = self.tiers
-        names = [NAMES[tier] for tier in tiers]
+        names = [TIER_NAMES[tier] for tier in tiers]
         asked_of = "GPU + CPU / disk" if self._is_folded else " / ".join(names)
         rows = [["", f"requested % {asked_of}", f"placed % {' / '.join(names)}", *(f"bytes on {name}" for name in names)]]
         placed, held = self.first.placed_percent, placed_bytes(self.first)
@@ -242,7 +241,7 @@ class PlanReport:
         for tier, need in needs.items():
             if need or tier == HOST:
                 most = "none" if (limit := limits[tier]) is None else format_bytes(limit)
-                rows.append([NAMES[tier], format_bytes(need), most, self._parts(tier)])
+                rows.append([TIER_NAMES[tier], format_bytes(need), most, self._parts(tier)])
         yield told("", *table(rows, page_width()), needed_bytes=needs, budget_bytes=limits)
 
     def _parts(self, tier: str) -> str:
@@ -254,8 +253,8 @@ def together(processes: int, requests: int, accelerator: bool) -> Entry:
     """What a plan is for that several processes run, each its part of all requests."""
     where = "with a GPU each" if accelerator else "on the CPU"
     words = (
-        f"{processes} processes {where} share {requests} prompts, and one copy of the weights in host memory",
-        "the plan is that of the process with most to do; bytes of CPU and disk are those of all",
+        f"{processes} processes {where} share {requests} prompts, and one copy of the weights in CPU memory",
+        "the plan is that of the process with most to do; bytes of CPU memory and disk are those of all",
     )
     return entry("together", words if processes > 1 else (), num_prompts=requests, gpus=processes)
 
@@ -359,7 +358,7 @@ class Predicted:
         for tier, nbytes in self.peak_bytes.items():
             held = stats.peak_bytes[tier]
             if nbytes or held:
-                rows.append([f"peak on {NAMES[tier]}", format_bytes(nbytes), format_bytes(held), _ratio(nbytes, held)])
+                rows.append([f"peak on {TIER_NAMES[tier]}", format_bytes(nbytes), format_bytes(held), _ratio(nbytes, held)])
         return table(rows, page_width())
 
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from h2o_flexgen.cli.report import Entry, entry, noted, told
-from h2o_flexgen.cli.report.plan_report import NAMES
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import TIER_NAMES
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.drafts import Drafted
@@ -241,7 +241,7 @@ def _broken_lines(peaks: Peaks) -> Iterator[str]:
     for tier, over in peaks.over_budget_bytes.items():
         if over:
             peak = peaks.peak_bytes[tier]
-            held = f"{format_bytes(peak)} of {NAMES[tier]} memory were held, and the limit was {format_bytes(peak - over)}"
+            held = f"{format_bytes(peak)} of {TIER_NAMES[tier]} memory were held, and the limit was {format_bytes(peak - over)}"
             yield (
                 f"{held}: {format_bytes(over)} more than promised. What was computed is right; "
                 f"to hold less, give a limit that is smaller by as much, or a smaller batch"
