@@ -141,7 +141,7 @@ class RunOutcome:
         say_broken(self.stats.peaks)
         rates = self._rates_of_machine()
         try:
-            self._write_files(lines_of(self._summary))
+            self._write_files()
         finally:  # last, to include what measuring the machine has held; and also if a file cannot be written
             print(json.dumps(document_of(self._entries(rates))), flush=True)
 
@@ -149,18 +149,28 @@ class RunOutcome:
     def _summary(self) -> Sequence[Entry]:
         return summary(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
 
-    def _write_files(self, summary: Sequence[str]) -> None:
+    def _write_files(self) -> None:
+        """Writes each file, also if another one cannot be written."""
+        refused = list[ValueError]()
+        for flag, file, write in self._files():
+            try:
+                with writing(file, flag):
+                    write(file)
+            except ValueError as error:
+                refused.append(error)
+        if refused:
+            raise ValueError("; ".join(map(str, refused))) from refused[0]
+
+    def _files(self) -> Iterator[tuple[str, Path, Callable[[Path], None]]]:
+        """The files that were asked for, each with its flag and with what writes it."""
         files = self.job.request.files
         if files.log is not None:
             log = self._log_name() if isinstance(files.log, NamedByPlan) else files.log
-            with writing(log, "--log-file"):
-                append_log(log, summary)
+            yield "--log-file", log, lambda file: append_log(file, lines_of(self._summary))
         if files.trace is not None:
-            with writing(files.trace, "--trace"):
-                self.stats.last_block.trace.write_chrome(files.trace, self._layer_names)
+            yield "--trace", files.trace, lambda file: self.stats.last_block.trace.write_chrome(file, self._layer_names)
         if files.timeline is not None:
-            with writing(files.timeline, "--timeline"):
-                self._draw_timeline(files.timeline)
+            yield "--timeline", files.timeline, self._draw_timeline
 
     def _missed_limit(self) -> Iterable[str]:
         asked = self.job.request.plan

@@ -518,6 +518,14 @@ def test_a_file_for_which_there_is_no_room_is_named(command: Any, opt: Path) -> 
     assert result.status == 2 and f"error: {said}" in result.said
 
 
+def test_a_file_that_cannot_be_written_keeps_no_other_from_being_written(command: Any, opt: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = command("--model", opt, *SMALL, *DISK_HEAVY, "--log-file", "/dev/full", "--trace", trace)
+    assert "--log-file /dev/full cannot be written" in result.error and json.loads(trace.read_text())["traceEvents"]
+    neither = command("--model", opt, *SMALL, *DISK_HEAVY, "--log-file", "/dev/full", "--trace", "/dev/full").error
+    assert all(f"{flag} /dev/full cannot be written (No space left" in neither for flag in ("--log-file", "--trace"))
+
+
 def test_a_dry_run_loads_and_writes_nothing(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
     from h2o_flexgen.llm import LLM
 
