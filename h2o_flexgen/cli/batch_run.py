@@ -188,6 +188,11 @@ class JobFigures:
         return self.tick.generated_tokens / max(self.seconds, 1e-9)
 
     @property
+    def rates(self) -> str:
+        """Both in words. A pass may read prompts and generate, so neither has a time of its own."""
+        return f"{self.prompt_rate:.1f} tokens/s read and {self.decode_rate:.1f} generated"
+
+    @property
     def useful_share(self) -> float | None:
         """Tokens of texts, of all that were computed; no layer ever sees the last token of a text."""
         tick = self.tick
@@ -222,7 +227,7 @@ class JobFigures:
         )
         yield entry(
             "speed",
-            f"prefill {self.prompt_rate:.1f} and decode {self.decode_rate:.1f} tokens/s",
+            f"{self.rates}, both over the whole time",
             prompt_tokens_per_second=round(self.prompt_rate, 3),
             generated_tokens_per_second=round(self.decode_rate, 3),
         )
@@ -314,7 +319,7 @@ class JobWatch:
     def _words(self, figures: JobFigures) -> Iterator[str]:
         if figures.busiest is not None:
             yield f"{figures.busiest[0]} {figures.busiest[1]:.0%} busy"
-        yield f"prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s"
+        yield figures.rates
         if (left := figures.seconds_left) is not None:
             yield f"ETA {clock(left)}"
 

@@ -35,6 +35,7 @@ def test_figures_of_a_tick() -> None:
     assert (document["requests"], document["requests_done"], document["requests_failed"]) == (8, 3, 1)
     assert (document["rows_alive"], document["rows_possible"], document["seconds_left"]) == (3, 4, 30.0)
     assert json.loads(json.dumps(document)) == document
+    assert "speed     6.0 tokens/s read and 3.0 generated, both over the whole time" in lines_of(one.entries())
 
 
 def test_guessed_tokens_are_told_where_there_are_any() -> None:
@@ -66,7 +67,7 @@ def test_requests_that_end_early_bring_the_end_nearer() -> None:
         finished.note(3, failed=False)
         assert watch.end().seconds_left == 0, "nothing is left of a job that is over"
     last = stream.getvalue().splitlines()[-1]
-    assert last.startswith("batch: 3/4 2 of 4 rows, compute 100% busy, prefill ") and "ETA" in last
+    assert last.startswith("batch: 3/4 2 of 4 rows, compute 100% busy, ") and " tokens/s read and " in last and "ETA" in last
 
 
 def test_what_requests_share_is_read_once() -> None:
