@@ -161,7 +161,7 @@ class FoundReport:
         if traffic.accelerator and traffic.reads_chosen:
             pace = f"chosen KV crosses the link at {CHOSEN_LINK_PACE:g} of its rate"
             yield entry("assumed", f"{pace}: no machine has figures of that")
-        if machine.borrows_small_rates and any(traffic.in_pages(*place) for place in traffic.kv):
+        if machine.borrowed and any(traffic.in_pages(*place) for place in traffic.kv):
             rates = f"{machine.small_reads_per_s:,.0f} small reads and {machine.small_writes_per_s:,.0f} small writes a second"
             yield entry("assumed", f"{rates} of the disk, as one machine has: {machine.name} has no figures of its own")
 

@@ -33,6 +33,7 @@ EVICTION = "eviction"
 VISITS = (ATTENTION_VISIT, MLP_VISIT, EVICTION)
 PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with the sums that every key received
 WHOLE, CHOOSING, CHOSEN = "whole", "choosing", "chosen"  # attention of all slots; choosing some by an index; attention of these
+BORROWED = ("small_reads_per_s", "small_writes_per_s")  # figures that a machine takes from another one until it has its own
 Curve = tuple[tuple[int, float], ...]  # (rows, or query heads, and flop/s), more each time
 
 
@@ -75,15 +76,11 @@ class Machine:
     not_measured: tuple[str, ...] = ()  # what was too slow to be measured in time, and what it is taken for: for people
     disturbed: tuple[str, ...] = ()  # what may have made figures worse while they were measured: for people
     measurements: int = 1  # profiles that the figures were taken from
+    borrowed: tuple[str, ...] = field(default=(), compare=False)  # figures that were not measured: those of one machine
 
     @property
     def has_accelerator(self) -> bool:
         return self.device != "cpu"
-
-    @property
-    def borrows_small_rates(self) -> bool:
-        """Whether its rates of single pages were not measured, so that they are those of one machine."""
-        return self.small_reads_per_s == Machine.small_reads_per_s
 
     @property
     def multiplies(self) -> tuple[str, ...]:
@@ -154,7 +151,7 @@ class Machine:
         """The better of two measurements of one machine, figure by figure. What disturbs a measurement makes it slower, so that
         the faster of two is nearer to what the machine can do. Figures that are ratios or differences of measured seconds stay
         as they are here, since a disturbance changes them either way."""
-        rates = {name: max(getattr(self, name), getattr(again, name)) for name in _RATES}
+        rates: dict[str, Any] = {name: self._better_rate(name, again) for name in _RATES}
         plain = {dtype: rate for dtype, rate in again.attention_flops_per_s.items() if dtype in DTYPE_BYTES}
         return replace(
             self,
@@ -170,7 +167,14 @@ class Machine:
             visit_seconds=_sooner(self.visit_seconds, again.visit_seconds),
             part_seconds=_sooner(self.part_seconds, again.part_seconds),
             measurements=self.measurements + again.measurements,
+            borrowed=tuple(name for name in self.borrowed if name in again.borrowed),
         )
+
+    def _better_rate(self, name: str, again: Machine) -> float:
+        """The larger of two rates that were measured; of what only one of them has measured, that one's."""
+        measured: list[float] = [getattr(one, name) for one in (self, again) if name not in one.borrowed]
+        own: float = getattr(self, name)
+        return max(measured, default=own)
 
     def as_it_is(self, now: Machine) -> Machine:
         """This profile with the disk and the products of a later, smaller measurement: machines drift. Rates of products that
@@ -220,11 +224,14 @@ class Machine:
             format = "`python -m h2o_flexgen.profile -o FILE.yaml` writes such a file"
             raise WrongKey("", f"missing key {', '.join(missing)}; add it, {format}")
         values = {name: _READERS.get(name, _rate)(name, content[name]) for name in known if name in content}
-        return cls(**values)
+        borrowed = (*values.pop("borrowed", ()), *(name for name in BORROWED if name not in content))
+        return cls(**values, borrowed=borrowed)
 
     def as_plain(self) -> dict[str, Any]:
         """Plain values, from which `create` makes the machine again."""
-        content = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
+        left_out = ("borrowed", *self.borrowed)
+        given = ((name, value) for name, value in asdict(self).items() if name not in left_out)
+        content = {name: value for name, value in given if name in BORROWED or value != _DEFAULTS.get(name)}
         for name in ("flops_per_s", "packed_flops_per_s", "latents_flops_per_s"):
             if name in content:
                 content[name] = {kind: [list(point) for point in curve] for kind, curve in getattr(self, name).items()}
@@ -447,6 +454,7 @@ _READERS: Mapping[str, Any] = {
     "part_seconds": _visits,
     "not_measured": _lines_of_text,
     "disturbed": _lines_of_text,
+    "borrowed": _lines_of_text,
     "measurements": _count,
 }
 

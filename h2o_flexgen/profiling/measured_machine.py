@@ -25,7 +25,7 @@ from h2o_flexgen.formats.table import ROW_FORMATS
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories, own_site
-from h2o_flexgen.planning.machine import CHOOSING, CHOSEN, PLAIN_SCORES, VISITS, WHOLE, WITH_SCORES, Curve, Machine
+from h2o_flexgen.planning.machine import BORROWED, CHOOSING, CHOSEN, PLAIN_SCORES, VISITS, WHOLE, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention_rates, moving, products, visits
 from h2o_flexgen.profiling.bench import (
     FULL,
@@ -365,6 +365,7 @@ def _machine(
         visit_seconds=_rates(figures, visits.VISIT, VISITS),
         part_seconds=_rates(figures, visits.PART, VISITS),
         not_measured=not_measured,
+        borrowed=tuple(name for name in BORROWED if name not in figures),
     )
 
 

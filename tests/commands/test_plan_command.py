@@ -21,7 +21,7 @@ from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.kernels import native
 from h2o_flexgen.planning import search
 from h2o_flexgen.planning.footprint import MemoryLimits
-from h2o_flexgen.planning.machine import Machine, find_machine
+from h2o_flexgen.planning.machine import BORROWED, Machine, find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling import profile_cache
@@ -60,7 +60,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     curve = ((1, 5e9), (64, 2e10))
     slow = replace(MACHINE, flops_per_s=dict.fromkeys(("float32", "float16", "bfloat16"), curve))
     slow = replace(slow, attention_flops_per_s={}, packed_flops_per_s={}, decoded_values_per_s={"tiles4": 5e8})
-    slow = replace(slow, host_bytes=10**10, disk_bytes=10**11, device_bytes=10**9)
+    slow = replace(slow, host_bytes=10**10, disk_bytes=10**11, device_bytes=10**9, borrowed=BORROWED)
     files = {"cpu": replace(slow, name="slow-cpu", device="cpu"), "accelerator": replace(slow, name="slow-link")}
     for name, machine in files.items():
         machine.save(folder / f"{name}.yaml")

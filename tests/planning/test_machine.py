@@ -11,7 +11,7 @@ import yaml
 
 from h2o_flexgen.formats.kernel_table import PRODUCT, PRODUCT_OPS, measured_as, measured_formats
 from h2o_flexgen.formats.table import FORMATS, PLAIN, ROW_FORMATS
-from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.machine import BORROWED, Machine
 from tests.helpers.inverted import Inverted, registered
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "machines"
@@ -256,3 +256,25 @@ def test_a_machine_that_several_processes_share_has_a_part_of_its_memory_and_its
     assert (two.disk_read_per_s, two.disk_write_per_s, eight.disk_read_per_s) == (1e9, 0.5e9, 0.25e9)
     assert two.attention_bytes_per_s == {"device": 300e9, "host": min(20e9, memory / 2)}
     assert two.flops_per_s == SMALL.flops_per_s and two.device_bytes == SMALL.device_bytes
+
+
+# -- figures of another machine --------------------------------------------------------------------------------------------
+
+
+def test_a_figure_is_borrowed_where_a_file_lacks_it_and_not_where_it_has_the_same_value(tmp_path: Path) -> None:
+    same = {name: getattr(Machine, name) for name in BORROWED}
+    others = {name: value for name, value in SMALL.as_plain().items() if name not in BORROWED}
+    lacking, measured = Machine.create(others), Machine.create({**others, **same})
+    assert lacking == measured, "in their figures"
+    for machine, borrowed in ((lacking, BORROWED), (measured, ()), (replace(measured, borrowed=BORROWED[:1]), BORROWED[:1])):
+        machine.save(tmp_path / "kept.yaml")
+        assert Machine.load(tmp_path / "kept.yaml").borrowed == machine.shared_by(3).borrowed == borrowed
+
+
+def test_what_is_measured_takes_the_place_of_what_is_borrowed() -> None:
+    lacking = replace(SMALL, borrowed=BORROWED)
+    slower = replace(SMALL, small_reads_per_s=5e3, small_writes_per_s=2e3)
+    for best in (lacking.at_best(slower), slower.at_best(lacking)):
+        assert (best.small_reads_per_s, best.small_writes_per_s, best.borrowed) == (5e3, 2e3, ())
+    assert lacking.at_best(lacking).borrowed == BORROWED
+    assert slower.at_best(replace(slower, small_reads_per_s=6e3)).small_reads_per_s == 6e3

@@ -45,7 +45,7 @@ from h2o_flexgen.memory.disk import DiskRegion, DiskTier, TokensOnDisk
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.machine import Machine, machine_file, save_machine, saved_machine
+from h2o_flexgen.planning.machine import BORROWED, Machine, machine_file, save_machine, saved_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import attention_rates, busy_cores, moving, products, profile_cache
@@ -109,8 +109,9 @@ def test_every_field_is_there_finite_and_above_zero(found: tuple[Machine, object
     assert content.pop("device_bytes") == 0
     assert content.pop("not_measured") == () and content.pop("measurements") == 1
     content.pop("disturbed")
+    assert content.pop("borrowed") == ()
     values = {name: value for name, value in content.items() if not isinstance(value, str)}
-    not_figures = {"name", "device", "device_bytes", "not_measured", "disturbed", "measurements"}
+    not_figures = {"name", "device", "device_bytes", "not_measured", "disturbed", "measurements", "borrowed"}
     assert set(values) == {one.name for one in fields(Machine)} - not_figures
     for name, value in values.items():
         is_curve = name in ("flops_per_s", "packed_flops_per_s", "latents_flops_per_s")
@@ -630,6 +631,7 @@ def test_a_profile_that_an_earlier_version_began_goes_on(tmp_path: Path, monkeyp
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
     machine = profile(Device(), tmp_path, "here", "float32", TINY, partial=partial, now=clock_of_steps())
     assert (machine.small_reads_per_s, machine.small_writes_per_s) == (Machine.small_reads_per_s, Machine.small_writes_per_s)
+    assert machine.borrowed == BORROWED
 
 
 def test_rounds_of_two_versions_are_compared_by_what_both_have_measured() -> None:
