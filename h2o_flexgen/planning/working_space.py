@@ -269,7 +269,7 @@ def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     capacity, chosen = occupancy.capacity, attended(policy.recall, occupancy.capacity)
     newest = rows * spec.kv_heads * (3 * spec.head_dim * spec.itemsize + 2 * index_bytes(policy.recall, spec))
     newest += rows * spec.kv_heads * FLOAT_BYTES * (capacity + 2 * chosen) * policy.has_scores  # what slots got
-    taken = rows * (chosen * spec.kv_bytes_per_slot + _chosen_bytes(at, plan))
+    taken = rows * (chosen * spec.kv_bytes_per_slot + _chosen_bytes(at, plan, site))
     if threads := site.threads_of(CHOOSE_SLOTS, spec.dtype, INDEX):
         units, group = rows * spec.kv_heads, spec.heads // spec.kv_heads
         return newest + taken + FLOAT_BYTES * choosing_room(units, group, capacity, threads, policy.chooses_together)
@@ -281,15 +281,16 @@ def _recalling_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     return newest + taken + ranked + 2 * values * FLOAT_BYTES + DECODING_BYTES * min(values, _values_at_once(site))
 
 
-def _chosen_bytes(at: LevelHeads, plan: Plan) -> int:
+def _chosen_bytes(at: LevelHeads, plan: Plan, site: Site) -> int:
     """Bytes for the numbers of the slots that a row has chosen. A visit that brings these slots from elsewhere keeps numbers
     until then, with the products that its layer begins with: of one such visit more than the schedule has buffers. A row has
-    the number of its place there."""
+    the number of its place there. What stays in memory of earlier reads has entries; beside a device nothing stays."""
     spec, policy, occupancy, brings_chosen = at
     numbers = attended(policy.recall, occupancy.capacity) * spec.kv_heads * NUMBER_BYTES
     if not brings_chosen:
         return numbers
-    kept = numbers * (1 + policy.reuses_read) + _begun_values(spec) * spec.itemsize  # of slots, and of their entries in memory
+    has_entries = policy.reuses_read and not site.accelerator
+    kept = numbers * (1 + has_entries) + _begun_values(spec) * spec.itemsize  # of slots, and of their entries in memory
     return (plan.buffers + 1) * kept + MARK_BYTES * WORKERS[READ] * occupancy.capacity + NUMBER_BYTES
 
 

@@ -301,13 +301,15 @@ def test_what_begun_layers_keep_is_counted_for_as_many_as_may_be_begun(batches: 
 def test_what_visits_keep_of_their_choice_is_counted_only_where_they_bring_it_from_elsewhere() -> None:
     block, spec = block_of([[60, 60]] * 2), in_halves(tiny_spec())
 
-    def counted(on_host: int, buffers: int, reuse: bool = False) -> int:
+    def counted(on_host: int, buffers: int, reuse: bool = False, on_device: int = 0, beside: bool = False) -> int:
+        site = Site(accelerator=beside)
         plan = Plan.create(kv_recall=0.5, kv_recall_reuse=reuse, num_gpu_batches=2, buffers=buffers)
-        of = BlockPlan.of(spec, plan.with_percent((0, 100, 0, on_host, 0, 100)).at(Site()), block, Site())
-        return _decode_bytes(spec, of.plan, LevelHeads.of(of.kv, 0), Site())
+        of = BlockPlan.of(spec, plan.with_percent((0, 100, on_device, on_host, 0, 100)).at(site), block, site)
+        return _decode_bytes(spec, of.plan, LevelHeads.of(of.kv, 0), site)
 
     assert counted(100, 2) == counted(100, 4) == counted(100, 4, reuse=True)
     assert counted(100, 2) < counted(50, 2) < counted(50, 4) < counted(50, 4, reuse=True)
+    assert counted(0, 4, on_device=100, beside=True) < counted(100, 4, beside=True) == counted(100, 4, reuse=True, beside=True)
 
 
 def test_the_disk_share_is_predicted_to_the_byte(checkpoints: Checkpoints, offload: Path) -> None:
