@@ -30,6 +30,7 @@ from h2o_flexgen.planning.predict import BlockPrediction, Prediction, sampled_st
 from h2o_flexgen.planning.pricing import CHOSEN_LINK_PACE, SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, SearchProblem, SearchResult, rule_of, search, told_recall
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from h2o_flexgen.session.machine_source import MachineSource
 from h2o_flexgen.session.opened_model import ModelShapes, system_share
 from h2o_flexgen.session.plan_finder import PlanFinder
@@ -80,6 +81,7 @@ SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all th
 BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
 WORTH_SAYING = 0.005
+MOST = 0.5  # share of a lane's time from which something else than its name says takes it
 RUN = "python -m h2o_flexgen.run"
 
 
@@ -276,6 +278,11 @@ class Why:
             for lane in dict.fromkeys(lane for one in each for lane in one)
         }
 
+    @property
+    def visits_share(self) -> float:
+        """The share of the time for computing that is no arithmetic: what visits cost, whatever their rows."""
+        return self._mean([self.pricing.visits_share(step) for step in self.steps])
+
     def _mean(self, seconds: list[float]) -> float:
         return sum_of_steps(self.steps, seconds) / sum_of_steps(self.steps, [1.0] * len(seconds))
 
@@ -339,6 +346,9 @@ class Why:
         seconds = self.lane_seconds[lane]
         share = f"{100 * min(1.0, seconds / self.step_seconds):.0f} %"
         busy = f"{lane} is the busiest lane: {seconds:.3g} s of a {step}'s {self.step_seconds:.3g} s ({share})"
+        if lane == COMPUTE_LANE and self.visits_share > MOST:
+            beside = f"{100 * self.visits_share:.0f} % of it are the cost of visits (a layer for a batch)"
+            busy += f"; {beside}, the same for more rows in a batch"
         return busy if self.shared is None else f"{busy}; {SHARED[self.shared]}"
 
     def _prompt_lines(self) -> Iterator[str]:

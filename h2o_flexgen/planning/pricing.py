@@ -357,6 +357,12 @@ class Pricing:
         is the one that works longest. Latency that other tasks of the lane can hide is not work of the lane."""
         return self._by_lane(self._priced(step))
 
+    def visits_share(self, step: int) -> float:
+        """The share of the time for computing a step that its visits cost beside their work: the same for more rows."""
+        parts = [(count, self.compute_parts(key)) for key, count in self._unlike_tasks(step) if key.op is Op.COMPUTE]
+        total = sum(count * sum(each.values()) for count, each in parts)
+        return sum(count * each["overhead"] for count, each in parts) / total if total else 0.0
+
     def _priced(self, step: int) -> list[tuple[Key, float]]:
         """The tasks of a step and the seconds for which they occupy their lane, with all slices of weights together, and all
         tasks that are like them."""

@@ -232,6 +232,17 @@ def test_with_little_memory_it_says_which_lane_is_busy_and_which_memory_is_full(
     assert any(re.search(r"(CPU memory|the disk) is fullest: ", line) for line in result.out)
 
 
+@pytest.mark.parametrize(("seconds", "is_said"), [(1.0, True), (0.0, False)])
+def test_where_visits_take_most_of_the_busiest_lane_it_says_so(
+    command: Any, machines: dict[str, Path], seconds: float, is_said: bool
+) -> None:
+    visits = dict.fromkeys(("attention", "mlp"), seconds)
+    replace(Machine.load(machines["cpu"]), visit_seconds=visits).save(file := machines["cpu"].with_name("visits.yaml"))
+    (line,) = (line for line in command(*WORK, machine=file).out if line.startswith("why "))
+    said = r"compute is the busiest lane: .* \(\d+ %\); (9\d|100) % of it are the cost of visits \(a layer for a batch\)"
+    assert bool(re.search(said, line)) is is_said and ("visits" in line) is is_said
+
+
 @pytest.mark.parametrize(("gen_len", "is_said"), [(4, True), (400, False)])
 def test_it_says_so_where_most_of_the_time_is_for_prompts(command: Any, gen_len: int, is_said: bool) -> None:
     flags = ("--prompt-len", 400, "--gen-len", gen_len, "--num-prompts", 4, "--gpu-batch-size", 4)
