@@ -3,7 +3,7 @@
     python -m h2o_flexgen.batch -i in.jsonl -o out.jsonl --model facebook/opt-1.3b
 
 The whole file is checked before anything is loaded. Progress and errors go to stderr; the last line of stdout is one JSON
-document. The exit status is 1 if requests failed, and 2 if the job cannot run.
+document, unless that is a terminal. The exit status is 1 if requests failed, and 2 if the job cannot run.
 """
 
 from h2o_flexgen.cli.batch_request import PROGRAM, parse, request_of

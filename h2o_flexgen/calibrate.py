@@ -2,7 +2,7 @@
 
     python -m h2o_flexgen.calibrate --model facebook/opt-1.3b --text a.txt b.txt --output head_budgets.json
 
-A table goes to stdout; its last line is one JSON document.
+A table goes to stdout; its last line is one JSON document, unless that is a terminal.
 """
 
 from h2o_flexgen.cli.calibrate_request import PROGRAM, parse, request_of

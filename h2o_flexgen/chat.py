@@ -4,7 +4,7 @@
     python -m h2o_flexgen.chat --model ... --kv-policy h2o --heavy 512 --recent 512 --positions rolling --input turns.jsonl
 
 Replies go to stdout as they come; where turns are not typed, each is shown before its reply, and the last line is one JSON
-document. Ctrl-C stops a reply; a second one leaves.
+document, unless that is a terminal. Ctrl-C stops a reply; a second one leaves.
 """
 
 from h2o_flexgen.cli.chat_request import PROGRAM, parse, request_of

@@ -2,8 +2,8 @@
 
     python -m h2o_flexgen.evaluate --policies full,h2o,local --budgets 100,20 --tasks perplexity,recall --output quality
 
-Tables go to stdout; its last line is one JSON document. With --output every finished cell is kept, and an interrupted command
-continues where it stopped.
+Tables go to stdout; its last line is one JSON document, unless that is a terminal. With --output every finished cell is kept,
+and an interrupted command continues where it stopped.
 """
 
 from h2o_flexgen.cli.evaluate_request import PROGRAM, parse, request_of

@@ -3,8 +3,8 @@
     python -m h2o_flexgen.profile
     python -m h2o_flexgen.profile --quick -o machine.yaml
 
-A table goes to stdout, followed by one JSON document. The profile is kept in the user's cache, where plans for this machine
-find it; measuring the same machine again replaces it.
+A table goes to stdout, followed by one JSON document, unless that is a terminal. The profile is kept in the user's cache,
+where plans for this machine find it; measuring the same machine again replaces it.
 """
 
 from h2o_flexgen.cli.main import door

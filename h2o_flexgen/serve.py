@@ -2,8 +2,8 @@
 
     python -m h2o_flexgen.serve --model facebook/opt-1.3b --port 8000
 
-The address is printed when the server is ready; the last line of stdout is one JSON document. SIGTERM or Ctrl-C ends it when
-every admitted request has an answer; a second one ends it at once.
+The address is printed when the server is ready; the last line of stdout is one JSON document, unless that is a terminal.
+SIGTERM or Ctrl-C ends it when every admitted request has an answer; a second one ends it at once.
 """
 
 from h2o_flexgen.cli.main import door

@@ -5,7 +5,6 @@ Ray takes the settings of a cluster of the job's own from the environment when i
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -23,7 +22,7 @@ from h2o_flexgen.cli.report.plan_report import PlanReport, together
 from h2o_flexgen.cli.report.summary import peaks_entry, prefix_files_entry, say_broken
 from h2o_flexgen.cli.shared_work import dealt_requests, outcomes_of_processes
 from h2o_flexgen.cli.slow import plan_reasons, say_slow, unrecorded_reason
-from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.cli.terminal import say, say_document
 from h2o_flexgen.cli.watch import open_llm, say_threads
 from h2o_flexgen.engine.job import Outcome, prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
@@ -50,7 +49,7 @@ def work(request: BatchRequest) -> None:
     ended = run(request)
     if ended is None:
         return
-    print(json.dumps(ended.as_json()), flush=True)
+    say_document(ended.as_json())
     ended.exit_if_failed()
 
 
@@ -219,12 +218,12 @@ class BatchJob:
         """Tells of the plan, for a job that is not run."""
         counts = {"requests": len(self.left.index), "refused": self.left.index.num_refused + len(self.left.refused)}
         if not len(self.left.sizes):
-            print(json.dumps(counts))
+            say_document(counts)
             return
         self.find_plan()
         self.tell(self.plan_lines())
         say_slow(plan_reasons(self.plan_report.planned, self.plan_report.arithmetic))
-        print(json.dumps({**self.plan_report.as_json(), **counts}))
+        say_document({**self.plan_report.as_json(), **counts})
 
     def tell(self, lines: Iterable[str]) -> None:
         if self.request.verbose:

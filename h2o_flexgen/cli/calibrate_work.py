@@ -3,7 +3,6 @@ in a picture of what each KV head keeps of a text."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -18,7 +17,7 @@ from h2o_flexgen.checkpoints.derived import HEAD_BUDGETS, kept_file
 from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli.calibrate_request import CalibrateRequest
 from h2o_flexgen.cli.output_files import OUTPUT
-from h2o_flexgen.cli.terminal import page_width, say, table
+from h2o_flexgen.cli.terminal import page_width, say, say_document, table
 from h2o_flexgen.cli.watch import open_llm
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.planning.plan import Plan
@@ -59,7 +58,7 @@ def work(request: CalibrateRequest) -> None:
         "probe": fit and request.probe and _probe_written(fit, budgets, request.probe),
         "seconds": round(time.perf_counter() - begun, 3),
     }
-    print(json.dumps(document), flush=True)
+    say_document(document)
 
 
 def _kept(model: ModelRequest) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
@@ -18,7 +17,7 @@ from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
 from h2o_flexgen.cli.report.kept_by_policy import as_asked, asked_of, facts_kept
 from h2o_flexgen.cli.report.summary import guessed, say_broken
 from h2o_flexgen.cli.slow import experts_reason, kernel_reasons, say_slow, unchecked_reason, unguessed_reason, unread_reason
-from h2o_flexgen.cli.terminal import printable, say
+from h2o_flexgen.cli.terminal import printable, say, say_document
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.core.site import HOST, TIERS, on_tier
@@ -60,7 +59,7 @@ def work(request: ChatRequest) -> None:
             chat.run(turns)
             say_broken(llm.peaks())
             if not is_typed:
-                print(json.dumps(chat.as_json(llm)), flush=True)
+                say_document(chat.as_json(llm))
 
 
 def _opened(request: ChatRequest, llm: LLM) -> Conversation:

@@ -17,7 +17,7 @@ from pathlib import Path
 from h2o_flexgen.calibration.text_reading import OnLayer
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, OfFacts, Quality, Study
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
-from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.cli.terminal import say, say_document
 from h2o_flexgen.cli.watch import EvaluationWatch, open_llm
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.progress import Progress
@@ -57,7 +57,7 @@ def _measure(request: EvaluateRequest, asked: Quality) -> None:
     say(report.lines())
     if request.output is not None:
         write_report(report, request.output)
-    print(json.dumps(report.as_json()), flush=True)
+    say_document(report.as_json())
 
 
 def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, StoredWeights | None, dict[str, object], Path]:
@@ -124,7 +124,7 @@ def _study(request: EvaluateRequest, asked: Study | OfFacts) -> None:
     if output is not None and find_spec("matplotlib") is None:
         print("no pictures: they need matplotlib; install it, or the extra [plot]", file=sys.stderr)
     say(found.lines())
-    print(json.dumps(found.as_json()), flush=True)
+    say_document(found.as_json())
 
 
 def _found(llm: LLM, asked: Study | OfFacts, on_layer: OnLayer) -> HeavyHitterStudy | FactsStudy:

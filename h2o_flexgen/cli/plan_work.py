@@ -3,7 +3,6 @@ lines and as JSON: the plan, why it is the best, what to expect of it, and the r
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, t
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
 from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted
 from h2o_flexgen.cli.slow import buffers_reason, compute_reason, plan_reasons, say_slow
-from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.cli.terminal import say, say_document
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIER_NAMES, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
@@ -56,7 +55,7 @@ def work(request: PlanRequest) -> None:
     say_slow(compute_reason(report.first, report.problem.machine))
     if not report.is_searched:
         say_slow(buffers_reason(report.planned, report.problem.machine, report.problem.limits))
-    print(json.dumps(document), flush=True)
+    say_document(document)
 
 
 def need_of(request: PlanRequest) -> PlanNeed:

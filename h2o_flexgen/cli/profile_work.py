@@ -3,14 +3,13 @@ unit."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from math import isfinite
 
 from h2o_flexgen.cli.profile_request import ProfileRequest
-from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.cli.terminal import say, say_document
 from h2o_flexgen.core.site import on_tier
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
@@ -55,7 +54,7 @@ def work(request: ProfileRequest) -> None:
     say(machine_lines(machine))
     say(["", f"measured in {seconds:.0f} s and kept in {kept}" + (f", and written to {file}" if file else "")])
     say([told_of_disturbance(machine)] if machine.disturbed else [])
-    print(json.dumps({"profile": asdict(machine), "seconds": round(seconds, 1), "kept": str(kept)}), flush=True)
+    say_document({"profile": asdict(machine), "seconds": round(seconds, 1), "kept": str(kept)})
 
 
 def machine_lines(machine: Machine) -> Iterator[str]:

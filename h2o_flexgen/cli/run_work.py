@@ -3,7 +3,6 @@ lanes beside their bounds, FlexGen's summary, files, and one JSON document."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -34,7 +33,7 @@ from h2o_flexgen.cli.run_job import RunJob
 from h2o_flexgen.cli.run_request import MadeUpPrompts, NamedByPlan, RunRequest
 from h2o_flexgen.cli.shared_work import RunApart
 from h2o_flexgen.cli.slow import say_slow, unrecorded_reason
-from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, table
+from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, say_document, table
 from h2o_flexgen.cli.watch import RunWatch, open_llm, say_threads
 from h2o_flexgen.core.model_spec import LayerName
 from h2o_flexgen.core.units import format_bytes
@@ -69,7 +68,7 @@ def work(request: RunRequest) -> None:
         job.announce()
         if request.dry_run:
             job.say_slow()
-            print(json.dumps(job.plan_as_json()))
+            say_document(job.plan_as_json())
         elif job.processes > 1:
             job.say_slow()
             RunApart.of(job).run()
@@ -143,7 +142,7 @@ class RunOutcome:
         try:
             self._write_files()
         finally:  # last, to include what measuring the machine has held; and also if a file cannot be written
-            print(json.dumps(document_of(self._entries(rates))), flush=True)
+            say_document(document_of(self._entries(rates)))
 
     @cached_property
     def _summary(self) -> Sequence[Entry]:

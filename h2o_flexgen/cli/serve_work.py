@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ from h2o_flexgen.cli.report.plan_report import PLACED_DATA, PlanReport, placed_b
 from h2o_flexgen.cli.report.summary import peaks_entry, say_broken
 from h2o_flexgen.cli.serve_request import DATA_DIR, GEN_LEN, KEYS, PROMPT_LEN, ServeRequest
 from h2o_flexgen.cli.slow import plan_reasons, say_slow
-from h2o_flexgen.cli.terminal import say
+from h2o_flexgen.cli.terminal import say, say_document
 from h2o_flexgen.cli.watch import Crowd, OpeningReport, open_llm, say_threads
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.seats import SeatNeed
@@ -218,7 +217,7 @@ class Server:
                 self.desk.hand_back()  # no request is left, unless it was ended at once
         peaks = self._llm.peaks()
         say_broken(peaks)
-        print(json.dumps({**self.counts.totals(), **peaks_entry(peaks).values}), flush=True)
+        say_document({**self.counts.totals(), **peaks_entry(peaks).values})
 
     def _welcome(self, place: ServerAddress) -> Iterator[str]:
         seats, arrivals = self._arrivals.load.seats, self._arrivals

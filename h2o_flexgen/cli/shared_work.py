@@ -31,7 +31,7 @@ from h2o_flexgen.cli.process_link import AtStage, BytesTaken, Failed, Loaded, Ne
 from h2o_flexgen.cli.report import Entry, document_of, lines_of
 from h2o_flexgen.cli.report.summary import Timing, completion_lines, peaks_entry, say_broken, summary
 from h2o_flexgen.cli.run_job import RunJob
-from h2o_flexgen.cli.terminal import page_width, say, table
+from h2o_flexgen.cli.terminal import page_width, say, say_document, table
 from h2o_flexgen.cli.watch import show_stage
 from h2o_flexgen.core.site import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
@@ -133,7 +133,7 @@ class RunApart:
         told = summary(job.llm.spec, job.workload, self.timing, peaks.peak_bytes[DEVICE])
         say(["", *lines_of(told)])
         say_broken(peaks)
-        print(json.dumps(self._json(told, peaks, shared)), flush=True)
+        say_document(self._json(told, peaks, shared))
 
     def _table(self) -> list[str]:
         rows = [["process", "device", "prompts", "tokens", "prefill s", "decode s", "busiest lane"]]

@@ -1,7 +1,9 @@
-"""Lines as a terminal shows them: broken between words where they are too wide. A pipe or a file gets them whole."""
+"""Lines as a terminal shows them: broken between words where they are too wide. A pipe or a file gets them whole, and the
+document for programs as well."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -31,6 +33,12 @@ def printable(text: str) -> str:
 def say(lines: Iterable[str]) -> None:
     for line in wrapped(lines, page_width()):
         print(line, flush=True)
+
+
+def say_document(document: object) -> None:
+    """Writes a document of JSON, in one line. It is for programs: a terminal, of which it would fill a screen, gets none."""
+    if page_width() is None:
+        print(json.dumps(document), flush=True)
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.cli.terminal import table, wrapped
+from h2o_flexgen.cli.terminal import say_document, table, wrapped
 
 WORDS = st.lists(st.text("abcdef,.%", min_size=1, max_size=30), min_size=1, max_size=40).map(" ".join)
 
@@ -22,6 +24,15 @@ def test_what_fits_and_what_goes_to_no_terminal_stays_as_it_is() -> None:
     lines = ["a b\tc", "", "  x " * 40, "y" * 300]
     assert list(wrapped(lines, None)) == lines
     assert list(wrapped(lines[:2], 80)) == lines[:2]
+
+
+def test_a_document_is_for_programs_and_not_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_terminal, shown in ((False, '{"one": 1}\n'), (True, "")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer)
+        say_document({"one": 1})
+        assert capsys.readouterr().out == shown
 
 
 def test_what_stands_behind_a_label_goes_on_below_itself() -> None:

@@ -2,8 +2,8 @@
 
     python -m h2o_flexgen.apps.data_wrangling --task entity_match --data-dir data/datasets --data-set Beer -o beer.jsonl
 
-Tables and examples are checked before anything is loaded. Progress and errors go to stderr; the last line of stdout is one JSON
-document. The exit status is 1 if rows have no answer, and 2 if the job cannot run.
+Tables and examples are checked before anything is loaded. Progress and errors go to stderr; the last line of stdout is one
+JSON document, unless that is a terminal. The exit status is 1 if rows have no answer, and 2 if the job cannot run.
 """
 
 from h2o_flexgen.apps.data_wrangling.request import PROGRAM, parse, request_of

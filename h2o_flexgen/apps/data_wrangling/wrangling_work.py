@@ -21,7 +21,7 @@ from h2o_flexgen.apps.data_wrangling.answers import (
 from h2o_flexgen.apps.data_wrangling.request import WranglingRequest
 from h2o_flexgen.cli import batch_work
 from h2o_flexgen.cli.batch_work import FinishedJob
-from h2o_flexgen.cli.terminal import printable, say
+from h2o_flexgen.cli.terminal import printable, say, say_document
 from h2o_flexgen.core.files import write_text
 
 UNDEFINED = "undefined"  # 0 / 0
@@ -130,5 +130,5 @@ def work(request: WranglingRequest) -> None:
     write_text(request.result_file, json.dumps(report.as_json(everything=True), indent=1) + "\n")
     if request.verbose:
         say(report.lines())
-    print(json.dumps(report.as_json()), flush=True)
+    say_document(report.as_json())
     ended.exit_if_failed()
