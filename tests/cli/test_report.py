@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.cli.failures import one_line
-from h2o_flexgen.cli.report.plan_report import PlanReport
+from h2o_flexgen.cli.report.plan_report import PlanReport, placed_bytes
 from h2o_flexgen.cli.report.summary import FIRST, INDENT, completion_lines, log_name
 from h2o_flexgen.cli.terminal import table
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.site import DISK, Site
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.planning.footprint import MemoryLimits
@@ -95,6 +96,17 @@ def devices_of(spec: ModelSpec) -> list[str]:
     lines = PlanReport("tiny", False, plan, planned, MemoryLimits(), None).lines()
     said = [line.split(", needs at most ")[0] for line in lines if ", needs at most " in line]
     return [line.removeprefix(f"GPU {device}     ") for device, line in enumerate(said)]
+
+
+@pytest.mark.parametrize(("rows", "on_disk", "is_said"), [(2, 100, True), (2, 0, False), (512, 100, False)])
+def test_it_is_said_where_pages_make_kv_on_disk_larger(rows: int, on_disk: int, is_said: bool) -> None:
+    plan = Plan(rows, 1).with_percent((0, 100, 0, 100 - on_disk, 0, 100))
+    planned = WorkloadPlan(tiny_spec(1), plan, Workload((60,) * rows, 4), Site())
+    said = [line for line in PlanReport("tiny", False, plan, planned, MemoryLimits(), None).lines() if "whole pages" in line]
+    placed = placed_bytes(planned.blocks.first)["KV"][DISK]
+    times = planned.footprint.parts[DISK]["KV"] / placed if on_disk else 1.0
+    begins = [f"KV takes {times:.1f} times its {format_bytes(placed)} on disk: slots fill whole pages of 4.10 kB"] * is_said
+    assert [line.partition(" there,")[0] for line in said] == begins and (times > 1.5) is is_said
 
 
 def test_one_of_a_kind_is_no_plural() -> None:

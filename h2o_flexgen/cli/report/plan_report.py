@@ -12,7 +12,7 @@ from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, t
 from h2o_flexgen.cli.report.arithmetic import Arithmetic, StoredWeights
 from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.cli.terminal import page_width, table
-from h2o_flexgen.core.buffer_layout import hidden_bytes
+from h2o_flexgen.core.buffer_layout import ALIGNMENT, hidden_bytes
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIER_NAMES, TIERS
 from h2o_flexgen.core.units import counted, format_bytes
 from h2o_flexgen.engine.resources import Packing
@@ -32,6 +32,7 @@ from h2o_flexgen.session.loaded_model import LoadedModel
 
 PLACED_DATA = ("weights", "KV", "activations")
 STATES = "states"  # a kind where rows have some
+MUCH_MORE = 1.5  # times its bytes that KV takes of a disk before it is said why
 ON_PAGE = ("model", "schedule", "KV", "numbers", "kernels")  # labels
 
 
@@ -243,6 +244,14 @@ class PlanReport:
                 most = "none" if (limit := limits[tier]) is None else format_bytes(limit)
                 rows.append([TIER_NAMES[tier], format_bytes(need), most, self._parts(tier)])
         yield told("", *table(rows, page_width()), needed_bytes=needs, budget_bytes=limits)
+        yield from self._of_pages()
+
+    def _of_pages(self) -> Iterator[Entry]:
+        """Why KV takes so much more of a disk than its bytes, where it does: a small batch fills pages badly."""
+        placed, taken = placed_bytes(self.first)["KV"][DISK], self.planned.footprint.parts[DISK].get("KV", 0)
+        if taken > MUCH_MORE * placed:
+            pages = f"slots fill whole pages of {format_bytes(ALIGNMENT)} there, and those that change have others beside them"
+            yield told(f"KV takes {taken / placed:.1f} times its {format_bytes(placed)} on disk: {pages}")
 
     def _parts(self, tier: str) -> str:
         parts = self.limits.held(self.planned.footprint, tier).items()
