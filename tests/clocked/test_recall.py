@@ -42,7 +42,10 @@ from tests.helpers.pairwise import ELSEWHERE, most_of
 from tests.kernels.test_chosen_slots import drawn, index_of
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted
-from tests.test_recall import (
+from tests.whole import test_conversation as talks
+from tests.whole import test_shared_prefixes as prefixes
+from tests.whole import test_stream as stream
+from tests.whole.test_recall import (
     ALIKE,
     HALF,
     HEADS_APART,
@@ -51,9 +54,6 @@ from tests.test_recall import (
     index_one_token_behind,
     newest_tokens_are_not_written,
 )
-from tests.whole import test_conversation as talks
-from tests.whole import test_shared_prefixes as prefixes
-from tests.whole import test_stream as stream
 
 WHERE = (  # shares of the tiers, and what attends KV in host memory
     ((100, 0, 0, 100, 100, 0), HOST),
