@@ -16,7 +16,7 @@ from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted
 from h2o_flexgen.cli.slow import buffers_reason, compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say, say_document
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIER_NAMES, TIERS
-from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.units import format_bytes, format_seconds
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import set_threads
@@ -344,7 +344,9 @@ class Why:
         lane, step = self.busiest_lane, "decode step" if self.steps != [0] else "prefill"
         seconds = self.lane_seconds[lane]
         share = f"{100 * min(1.0, seconds / self.step_seconds):.0f} %"
-        busy = f"{lane} is the busiest lane: {seconds:.3g} s of a {step}'s {self.step_seconds:.3g} s ({share})"
+        busy = (
+            f"{lane} is the busiest lane: {format_seconds(seconds)} of a {step}'s {format_seconds(self.step_seconds)} ({share})"
+        )
         if lane == COMPUTE_LANE and self.visits_share > MOST:
             beside = f"{100 * self.visits_share:.0f} % of it are the cost of visits (a layer for a batch)"
             busy += f"; {beside}, the same for more rows in a batch"
@@ -356,7 +358,8 @@ class Why:
         if self.steps != [0] and prefill > total / 2:
             lanes = self.pricing.lane_seconds(0)
             busiest = max(lanes, key=lambda lane: lanes[lane])
-            yield f"prompts take {prefill:.3g} of all {total:.3g} s, and {busiest} is the busiest lane there"
+            takes = f"prompts take {format_seconds(prefill)} of all {format_seconds(total)}"
+            yield f"{takes}, and {busiest} is the busiest lane there"
 
     def _memory_line(self, with_more: bool) -> str:
         tier = self.binding_tier

@@ -36,7 +36,7 @@ from h2o_flexgen.cli.slow import say_slow, unrecorded_reason
 from h2o_flexgen.cli.terminal import NARROWEST, page_width, say, say_document, table
 from h2o_flexgen.cli.watch import RunWatch, open_llm, say_threads
 from h2o_flexgen.core.model_spec import LayerName
-from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.units import format_bytes, format_seconds
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.resources import get_num_threads
 from h2o_flexgen.engine.stats import Stats
@@ -177,7 +177,7 @@ class RunOutcome:
         longest = max(run.prefill_seconds + run.decode_seconds for run in self.stats.blocks)
         if limit is not None and longest > limit:
             slower = "the machine was slower than its profile says"
-            yield f"a block took {longest:.3g} s, longer than --latency-limit {limit:g}: {slower}"
+            yield f"a block took {format_seconds(longest)}, longer than --latency-limit {limit:g}: {slower}"
 
     def _draw_timeline(self, file: Path) -> None:
         assert self.job.machine is not None

@@ -1,4 +1,5 @@
-"""Sizes in bytes as people read and write them. Printed sizes are decimal, as disks and links are sold: 1 GB is 10^9 bytes."""
+"""Sizes in bytes as people read and write them, and seconds. Printed sizes are decimal, as disks and links are sold: 1 GB is
+10^9 bytes."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ UNITS = {
 }
 LEAST_BARE = 10_000  # a number below that was typed without its unit: no memory is as small
 MOST_BYTES = 2**63  # more than files and memory can have
+LONG_SECONDS = 999.5  # from here on three digits would be written with an exponent
 ROUNDS_UP = 0.999995  # from here on a number with two decimals shows as 1
 
 
@@ -46,6 +48,11 @@ def format_bytes(nbytes: float) -> str:
         if nbytes >= ROUNDS_UP * size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with three digits; where these are more, with all before the point."""
+    return f"{seconds:.3g} s" if seconds < LONG_SECONDS else f"{seconds:.0f} s"
 
 
 class MemorySize(Allowed):

@@ -17,7 +17,7 @@ from math import log2
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import DEVICE, DISK, Site, on_tier
-from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.units import format_bytes, format_seconds
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.formats.kernel_table import EXACT
 from h2o_flexgen.planning.footprint import MemoryLimits
@@ -194,7 +194,7 @@ def _refuse_what_nothing_reaches(problem: SearchProblem) -> None:
     if problem.latency_limit < HOPELESS * least:
         raise NoPlan(
             f"no plan ends a block within {problem.latency_limit:g} s: even one row, with everything in the fastest memory, "
-            f"needs about {least:.3g} s; give more time or fewer tokens"
+            f"needs about {format_seconds(least)}; give more time or fewer tokens"
         )
 
 
@@ -324,7 +324,7 @@ def _tried(problem: SearchProblem, answers: Sequence[BestShares]) -> TriedPlans:
     if limit is not None and soonest.candidate.block_seconds <= limit:
         return tried
     raise NoPlan(
-        f"no plan ends a block within {limit:g} s; the fastest needs {soonest.candidate.block_seconds:.3g} s: "
+        f"no plan ends a block within {limit:g} s; the fastest needs {format_seconds(soonest.candidate.block_seconds)}: "
         "give more time, fewer tokens, or more memory"
     )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.core.units import SIZE, format_bytes, parse_bytes
+from h2o_flexgen.core.units import SIZE, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,14 @@ def test_what_is_no_size_is_named(text: str) -> None:
 )
 def test_printed_sizes_carry_the_largest_unit_that_leaves_a_number_of_1_or_more(nbytes: float, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0 s"), (0.012345, "0.0123 s"), (99.96, "100 s"), (999.4, "999 s"), (2939.801, "2940 s")]
+)
+def test_printed_seconds_have_no_exponent_where_they_are_many(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+    assert format_seconds(999.5) == "1000 s"
 
 
 @given(st.integers(1, 10**15))

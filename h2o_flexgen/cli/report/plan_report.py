@@ -14,7 +14,7 @@ from h2o_flexgen.cli.report.kept_by_policy import KeptByPolicy
 from h2o_flexgen.cli.terminal import page_width, table
 from h2o_flexgen.core.buffer_layout import ALIGNMENT, hidden_bytes
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIER_NAMES, TIERS
-from h2o_flexgen.core.units import counted, format_bytes
+from h2o_flexgen.core.units import counted, format_bytes, format_seconds
 from h2o_flexgen.engine.resources import Packing
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.formats.kernel_table import Processor
@@ -340,7 +340,7 @@ class Predicted:
         yield noted(machine=self.machine)
         yield entry(
             "predicted",
-            f"prefill {one.prefill_seconds:.3g} s, {one.step_seconds:.3g} s a step, "
+            f"prefill {format_seconds(one.prefill_seconds)}, {format_seconds(one.step_seconds)} a step, "
             f"{one.tokens_per_second:.3g} tokens/s; {one.busiest_lane} is busiest",
             prefill_seconds=round(one.prefill_seconds, 6),
             decode_seconds=round(one.decode_seconds, 6),
@@ -372,7 +372,7 @@ class Predicted:
 
 
 def _seconds(name: str, predicted: float, measured: float) -> list[str]:
-    return [name, f"{predicted:.3g} s", f"{measured:.3g} s", _ratio(predicted, measured)]
+    return [name, format_seconds(predicted), format_seconds(measured), _ratio(predicted, measured)]
 
 
 def _ratio(predicted: float, measured: float) -> str:
