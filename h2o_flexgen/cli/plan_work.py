@@ -348,7 +348,7 @@ class Why:
             f"{lane} is the busiest lane: {format_seconds(seconds)} of a {step}'s {format_seconds(self.step_seconds)} ({share})"
         )
         if lane == COMPUTE_LANE and self.visits_share > MOST:
-            beside = f"{100 * self.visits_share:.0f} % of it are the cost of visits (a layer for a batch)"
+            beside = f"{100 * self.visits_share:.0f} % of it is the cost of visits (a layer for a batch)"
             busy += f"; {beside}, the same for more rows in a batch"
         return busy if self.shared is None else f"{busy}; {SHARED[self.shared]}"
 

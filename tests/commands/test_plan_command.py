@@ -239,7 +239,7 @@ def test_where_visits_take_most_of_the_busiest_lane_it_says_so(
     visits = dict.fromkeys(("attention", "mlp"), seconds)
     replace(Machine.load(machines["cpu"]), visit_seconds=visits).save(file := machines["cpu"].with_name("visits.yaml"))
     (line,) = (line for line in command(*WORK, machine=file).out if line.startswith("why "))
-    said = r"compute is the busiest lane: .* \(\d+ %\); (9\d|100) % of it are the cost of visits \(a layer for a batch\)"
+    said = r"compute is the busiest lane: .* \(\d+ %\); (9\d|100) % of it is the cost of visits \(a layer for a batch\)"
     assert bool(re.search(said, line)) is is_said and ("visits" in line) is is_said
 
 
