@@ -267,7 +267,8 @@ def _is_to_be_repeated(found: Machine, offload_folder: Path) -> bool:
 
 
 def _note_disturbed(machine: Machine, note: OnNote) -> None:
-    if machine.disturbed:
+    """Says that a profile was disturbed, until as many were measured as are worth it: then the machine is like that."""
+    if machine.disturbed and machine.measurements < MOST_MEASUREMENTS:
         note(f"this machine's profile may be off: {told_of_disturbance(machine)}")
 
 

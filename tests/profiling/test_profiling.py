@@ -674,9 +674,9 @@ def test_a_user_of_a_profile_is_told_that_it_was_disturbed_and_what_mends_it(
     mark = profile_cache.fingerprint_of(Device(), tmp_path, None)
     mends = "`python -m h2o_flexgen.profile` measures again, and the better figures count"
     told = f"this machine's profile may be off: {BUSY}; {mends}"
-    for disturbed, expected in (((), []), ((BUSY,), [told])):
+    for disturbed, measurements, expected in (((), 1, []), ((BUSY,), 1, [told]), ((BUSY,), 2, [told]), ((BUSY,), 3, [])):
         machine_file(mark.name).unlink(missing_ok=True)
-        profile_cache.keep(replace(_FAST, name=mark.name, disturbed=disturbed), mark)
+        profile_cache.keep(replace(_FAST, name=mark.name, disturbed=disturbed, measurements=measurements), mark)
         notes: list[str] = []
         assert profiled(Device(), tmp_path, on_note=notes.append).name == mark.name and notes == expected
     assert counted == [], "a disturbed profile serves while others are busy"
