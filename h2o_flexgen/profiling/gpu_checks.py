@@ -28,7 +28,8 @@ ROOMS = ("core", "engine", "formats", "kernels", "kv", "memory", "models", "poli
 PYTHON = (".py",)  # how files of it end, Triton's kernels too; those in C are in no graph of a GPU
 DRIVER = Path("/proc/driver/nvidia/version")
 CODE = "code"
-NOT_KEPT = OSError, ValueError, KeyError, TypeError, RuntimeError  # there is none, a damaged one, or no such device
+# there is none, a damaged one, or no such device: a torch without CUDA asserts that it has it
+NOT_KEPT = OSError, ValueError, KeyError, TypeError, RuntimeError, AssertionError
 
 
 def kept_graph_bytes(device: torch.device | str) -> int | None:
