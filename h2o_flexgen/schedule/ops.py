@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from h2o_flexgen.core.model_spec import LayerName
@@ -45,6 +45,7 @@ MOVED: tuple[Data, ...] = tuple(data for data in Data if data is not Data.NOTHIN
 OF_ROWS = (Data.KV, Data.STATE)  # what rows have in a layer from step to step
 
 
+@cache  # schedules ask for it millions of times, and there are few
 def ring(data: Data, place: str) -> str:
     """The name of the ring of buffers that this kind of data uses at this place."""
     return f"{data}.{place}"
