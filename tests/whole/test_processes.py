@@ -315,7 +315,7 @@ from h2o_flexgen.session.open_request import ModelRequest, SiteRequest
 from tests.helpers.sleeping_process import sleeping
 names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
 loaded = SimpleNamespace(offload_folder=Path(sys.argv[1]))
-llm = SimpleNamespace(loaded=loaded, limits=SimpleNamespace(host=1), plan=None, device=names)
+llm = SimpleNamespace(loaded=loaded, limits=SimpleNamespace(host=1 << 30), plan=None, device=names)
 def work(flags):
     model = ModelRequest("none", "none")
     with sleeping(), shared_work.Processes(llm, model, SiteRequest(gpus=2), [None, None]) as both:
@@ -350,7 +350,7 @@ def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Pat
 def test_all_end_when_one_is_killed(offload: Path) -> None:
     names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
     llm: Any = SimpleNamespace(
-        loaded=SimpleNamespace(offload_folder=offload), limits=SimpleNamespace(host=1), plan=None, device=names
+        loaded=SimpleNamespace(offload_folder=offload), limits=SimpleNamespace(host=1 << 30), plan=None, device=names
     )
     others: list[psutil.Process] = []
     none: Any = None
