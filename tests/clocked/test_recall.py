@@ -39,6 +39,7 @@ from tests.clocked.test_planted_faults import never_finished, without_needs
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import ELSEWHERE, most_of
+from tests.helpers.samples import slow
 from tests.kernels.test_chosen_slots import drawn, index_of
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted
@@ -190,7 +191,7 @@ def test_what_is_moved_is_predicted(case: Case, by_twins: Checkpoints, offload: 
     "case",
     [
         replace(COMING, policy=KEEPING_SOME, kv_codec="group4"),
-        replace(USUAL, policy=HEADS_APART, kind="gpt-oss-far"),
+        slow(replace(USUAL, policy=HEADS_APART, kind="gpt-oss-far")),
         replace(USUAL, policy=ALIKE),
     ],
     ids=str,
@@ -232,7 +233,7 @@ def test_the_host_waits_at_the_heads_alone(
     [
         replace(USUAL, policy=KEEPING_SOME),
         replace(USUAL, kind="opt", percent=(0, 50, 100, 0, 100, 0), kv_codec="group4"),
-        replace(USUAL, kind="gpt-oss-far", policy=HEADS_APART),
+        slow(replace(USUAL, kind="gpt-oss-far", policy=HEADS_APART)),
     ],
     ids=str,
 )
@@ -353,7 +354,7 @@ OFF_DISK = replace(USUAL, percent=FROM_DISK[0][0], attend_on=DEVICE)
         (a_chosen_slot_stays_behind, OFF_DISK),
         (what_changed_stays_on_the_device, OFF_DISK),
         (newest_tokens_are_not_written, OFF_DISK),
-        (index_one_token_behind, replace(OFF_DISK, gen_len=24)),
+        slow(index_one_token_behind, replace(OFF_DISK, gen_len=24)),
         (without_needs(Op.READ_KV, Op.CHOOSE), OFF_DISK),
         (never_finished(Op.READ_KV), OFF_DISK),
         (without_needs(Op.LOAD_KV, Op.READ_KV), OFF_DISK),

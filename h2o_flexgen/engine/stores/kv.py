@@ -480,9 +480,10 @@ class KVStore:
 
     def _choice_at_home(self, task: Task, choice: ChosenSlots) -> ChosenSlots:
         """What a step has chosen, with numbers that the host may read."""
-        if not self._accelerator or choice.slots is None:
+        if not self._accelerator:
             return choice
-        return replace(choice, slots=self._numbers_at_home(task, choice.slots))
+        slots = choice.slots  # read once: under a schedule with a fault a COMPUTE takes them meanwhile
+        return replace(choice, slots=None if slots is None else self._numbers_at_home(task, slots))
 
     def _numbers_at_home(self, task: Task, slots: Tensor) -> Tensor:
         """Numbers of slots for a task of the host, which waits for them here: those of a device come behind the image."""

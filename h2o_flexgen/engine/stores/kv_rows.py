@@ -93,11 +93,11 @@ class KVRows:
 
     def bring(self, buffer: Tensor, choice: ChosenSlots) -> int:
         """Home -> device: the slots that a decode step has chosen, but for its own newest ones, which are there already."""
-        now = choice.now
-        if now is None or choice.slots is None:
+        now, slots = choice.now, choice.slots
+        if now is None or slots is None:
             return 0
         missing = Missing(now.attended, now.counts)
-        bring_slots(self._image, self.image(buffer), choice.slots, RowsOfBoth(source=self._numbers), missing)
+        bring_slots(self._image, self.image(buffer), slots, RowsOfBoth(source=self._numbers), missing)
         return sum(attended - 1 for attended in now.slots.attended) * self._layout.row_bytes
 
     def store(self, buffer: Tensor, ranges: Sequence[RowRange], changed: Tensor | None) -> int:
