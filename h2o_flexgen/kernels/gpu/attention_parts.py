@@ -19,6 +19,7 @@ from h2o_flexgen.formats.table import GROUPED, PLAIN
 from h2o_flexgen.kernels.gpu.launching import Seen
 
 BITS = {PLAIN: 0} | {format.name: format.bits for format in GROUPED}
+UNITS = 16  # of a group's codes
 WIDEST_LOAD = 16  # bytes that a thread can load at once
 LEAST_DOT = 16  # values that products of tiles are summed over at least
 
@@ -145,27 +146,51 @@ def capped(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def scores_of(q: tl.tensor, keys: tl.tensor, is_there: tl.tensor, scale: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
-    """Scores in float32, (queries, slots), of queries (queries, width) and keys (slots, width); -inf where no slot is."""
-    if q.shape[0] == 1:
-        products = tl.sum(keys.to(tl.float32) * q.to(tl.float32), 1)[None, :]
-    else:
-        products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+    """Scores in float32, (queries, slots), of several queries (queries, width) and keys (slots, width); -inf where none is."""
+    products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
     return tl.where(is_there[None, :], capped(products * scale, CAP), -float("inf"))
+
+
+@triton.jit
+def scores_of_one(q: tl.tensor, keys: tl.tensor, is_there: tl.tensor, scale: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """The same of one query (1, width): (slots,)."""
+    products = tl.sum(keys.to(tl.float32) * q.to(tl.float32), 1)
+    return tl.where(is_there, capped(products * scale, CAP), -float("inf"))
 
 
 @triton.jit
 def gathered(
     top: tl.tensor, total: tl.tensor, made: tl.tensor, scores: tl.tensor, values: tl.tensor, dtype: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The largest score, the sum of exponentials (queries,) and the weighed values (queries, width) with those of a tile.
-    Several queries meet values in `dtype`."""
+    """The largest score, the sum of exponentials (queries,) and the weighed values (queries, width) of several queries with
+    those of a tile, whose values they meet in `dtype`."""
     highest = tl.maximum(top, tl.max(scores, 1))
     shares, kept = exponential_of(scores, highest[:, None]), exponential_of(top, highest)
-    if scores.shape[0] == 1:
-        new = tl.sum(tl.trans(shares) * values.to(tl.float32), 0)[None, :]
-    else:
-        new = tl.dot(shares.to(dtype), values.to(dtype), input_precision="ieee")
+    new = tl.dot(shares.to(dtype), values.to(dtype), input_precision="ieee")
     return highest, total * kept + tl.sum(shares, 1), made * kept[:, None] + new
+
+
+@triton.jit
+def gathered_by_lanes(
+    top: tl.tensor, total: tl.tensor, made: tl.tensor, scores: tl.tensor, values: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The same of one query, for each lane by itself: (lanes,), (lanes,) and (lanes, width) with a tile's scores (slots,). The
+    slots of a lane are as far apart as there are lanes."""
+    LANES: tl.constexpr = top.shape[0]
+    SLOTS: tl.constexpr = values.shape[0]
+    found = tl.reshape(scores, (SLOTS // LANES, LANES))
+    highest = tl.maximum(top, tl.max(found, 0))
+    shares, kept = exponential_of(found, highest[None, :]), exponential_of(top, highest)
+    own = tl.reshape(values.to(tl.float32), (SLOTS // LANES, LANES, values.shape[1]))
+    return highest, total * kept + tl.sum(shares, 0), made * kept[:, None] + tl.sum(shares[:, :, None] * own, 0)
+
+
+@triton.jit
+def lanes_together(top: tl.tensor, total: tl.tensor, made: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What the lanes of one query have gathered, as of one: (1,), (1,) and (1, width)."""
+    highest = tl.max(top, 0, keep_dims=True)
+    kept = exponential_of(top, highest)
+    return highest, tl.sum(total * kept, 0, keep_dims=True), tl.sum(made * kept[:, None], 0, keep_dims=True)
 
 
 # -- chunks ----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ holds do nothing. A second pass puts the chunks together (attention_parts.py) an
 Chunks have one size, so a row's outcome depends on nothing but the row. Scores are in float32, and so are the shares of a head
 with one query; where a group of queries shares a head, tensor cores multiply shares that were rounded to the queries' type, as
 torch does.
+
+What a head with one query gathers is kept apart by lanes: slots that the same threads read, one behind the other. Lanes are put
+together once for a chunk, so that nothing has to be summed up across threads in each of its tiles.
 """
 
 from __future__ import annotations
@@ -21,14 +24,18 @@ from h2o_flexgen.formats.kernel_table import MAX, SUM
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.gpu.attention_parts import (
     TOGETHER,
+    UNITS,
     SlotPlaces,
     column_numbers,
     exponential_of,
     gathered,
+    gathered_by_lanes,
     highest,
+    lanes_together,
     named,
     parts_of_left,
     scores_of,
+    scores_of_one,
     softmax_of_chunks,
     values_left,
     values_of_chunks,
@@ -44,6 +51,8 @@ LEAST_TILE = 16  # slots
 DOT_QUERIES = 16  # the fewest that tensor cores multiply
 GATHERED = 1024  # slots for which one program gathers shares
 STAGES = 2  # tiles that are read ahead where a GPU can do so
+WARPS, WARP = 4, 32  # of a program; threads of each
+REGISTERS, NARROW = 144, 128  # do for one query and slots of 4 bits of up to so many values
 
 
 class _Step(NamedTuple):
@@ -87,6 +96,17 @@ def tile_slots(width: int, queries: int) -> int:
     return min(largest, max(LEAST_TILE, values // width))
 
 
+def lanes_of(places: SlotPlaces, tile: int) -> int:
+    """The slots of a tile that threads read at once: each reads a step of one, and comes back for those behind them."""
+    threads = (UNITS if places.bits else places.width) // places.step
+    return min(tile, max(1, WARPS * WARP // threads))
+
+
+def most_registers(places: SlotPlaces, queries: int) -> int | None:
+    """Of a thread, where compilers would take more than they need; None: as many as they like."""
+    return REGISTERS if queries == 1 and places.bits == 4 and places.width <= NARROW else None
+
+
 @kept_by_shape
 def launches_of(
     shape: torch.Size,
@@ -105,6 +125,7 @@ def launches_of(
     is_over = chunks == 1 and not has_more and not gathers
     queries = 1 if group == 1 else max(DOT_QUERIES, triton.next_power_of_2(group))
     key, value = SlotPlaces.of(keys, key_format, dim), SlotPlaces.of(values, value_format, dim)
+    tile = tile_slots(max(key.width, value.width), queries)
     attend = launcher(
         attend_chunk_kernel,
         (rows * kv_heads, chunks),
@@ -115,11 +136,14 @@ def launches_of(
         QUERIES=queries,
         DIM=dim,
         CHUNK=CHUNK,
-        TILE=tile_slots(max(key.width, value.width), queries),
+        TILE=tile,
+        LANES=lanes_of(value, tile) if queries == 1 else queries,
         CAP=cap,
         GATHERS=bool(gathers),
         IS_OVER=is_over,
         num_stages=STAGES,
+        num_warps=WARPS,
+        maxnreg=most_registers(value, queries),
     )
     if is_over:
         return _Step(attend, None, 0)
@@ -149,7 +173,7 @@ def attend_chunk_kernel(
     KEY_STEP: tl.constexpr, KEY_BITS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_STEP: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    CAP: tl.constexpr, GATHERS: tl.constexpr, IS_OVER: tl.constexpr,
+    LANES: tl.constexpr, CAP: tl.constexpr, GATHERS: tl.constexpr, IS_OVER: tl.constexpr,
 ) -> None:  # fmt: skip
     of_head, chunk = tl.program_id(0), tl.program_id(1)
     row, head = (of_head // kv_heads).to(tl.int64), (of_head % kv_heads).to(tl.int64)
@@ -161,9 +185,9 @@ def attend_chunk_kernel(
         column = column_numbers(KEY_BITS, KEY_WIDTH)
         where = number[:, None] * DIM + column[None, :]
         own = tl.load(q + where, mask=is_query[:, None] & (column < DIM)[None, :], other=0.0)
-        top = tl.full((QUERIES,), -float("inf"), tl.float32)
-        total = tl.zeros((QUERIES,), tl.float32)
-        summed = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
+        top = tl.full((LANES,), -float("inf"), tl.float32)
+        total = tl.zeros((LANES,), tl.float32)
+        summed = tl.zeros((LANES, VALUE_WIDTH), tl.float32)
         key_start, value_start = row * key_row + head * key_head, row * value_row + head * value_head
         made, scores, tops, totals = parts_of_left(left, tl.num_programs(0) * GROUP, tl.num_programs(1), slots, DIM)
         for start in range(first, end, TILE):
@@ -171,11 +195,19 @@ def attend_chunk_kernel(
             there = slot < end
             k = values_of_slots(keys, key_start, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
             v = values_of_slots(values, value_start, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH)
-            found = scores_of(own, k, there, scale, CAP)
-            if GATHERS:
-                place = number[:, None] * slots + slot[None, :]
-                tl.store(scores + place, found, mask=is_query[:, None] & there[None, :])
-            top, total, summed = gathered(top, total, summed, found, v, own.dtype)
+            if QUERIES == 1:
+                found = scores_of_one(own, k, there, scale, CAP)
+                if GATHERS:
+                    tl.store(scores + of_head.to(tl.int64) * slots + slot, found, mask=there)
+                top, total, summed = gathered_by_lanes(top, total, summed, found, v)
+            else:
+                found = scores_of(own, k, there, scale, CAP)
+                if GATHERS:
+                    place = number[:, None] * slots + slot[None, :]
+                    tl.store(scores + place, found, mask=is_query[:, None] & there[None, :])
+                top, total, summed = gathered(top, total, summed, found, v, own.dtype)
+        if QUERIES == 1:
+            top, total, summed = lanes_together(top, total, summed)
         column = column_numbers(VALUE_BITS, VALUE_WIDTH)
         is_value = is_query[:, None] & (column < DIM)[None, :]
         if IS_OVER:

@@ -50,7 +50,7 @@ def launch(
 OWN, SHARED, NARROW = (56, 1, 128), (8, 8, 128), (12, 1, 64)  # of OPT-30B, of LLaMA-3-70B, of OPT-125m
 CAPPED = (8, 2, 256)  # of Gemma-2-9B
 LAUNCHES = (
-    launch("plain", torch.float16, OWN, 128, 16, SUM),
+    launch("plain", torch.float16, OWN, 104, 16, SUM),
     launch("group8", torch.float16, OWN, 168, 8, SUM),
     launch("group4", torch.float16, OWN, 144, 8, SUM),
     launch("group8", torch.float16, NARROW, 168, 4, is_rare=True),
