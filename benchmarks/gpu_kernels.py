@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ from torch import Tensor
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.stores.kv import image_over
 from h2o_flexgen.formats.grouped import TILE, Tiled
-from h2o_flexgen.formats.kernel_table import PRODUCT
+from h2o_flexgen.formats.kernel_table import PRODUCT, kernels
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.functions import function_of
+from h2o_flexgen.kernels.native import in_use, processor
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
 from h2o_flexgen.kv.slots import Coding
 from h2o_flexgen.memory.device import Device, open_device
@@ -46,6 +48,12 @@ CALLS = 10  # given to the device before it is awaited
 ATTENTION_SHARES = {PLAIN: 0.6, "group8": 0.4, "group4": 0.3}
 PRODUCT_SHARES = {(4, 1): 0.4, (4, 8): 0.3, (8, 1): 0.5}  # by bits and rows
 DECODING_SHARE = 0.6
+# products of so many rows with 4 bits, by tensor cores that read the bytes and of decoded values: by rows, for each way
+SOME_ROWS = 8, 16, 32, 64
+TENSOR_SHARE, DECODED_SHARE = 0.25, 0.07
+
+
+Product: TypeAlias = "Callable[..., Tensor | None]"  # as in a row of the table of kernels; None: it does not read the bytes
 
 
 @dataclass(frozen=True)
@@ -163,8 +171,26 @@ def subjects(device: Device, scale: float) -> Iterator[Subject]:
         yield attention(device, codec, scale, expected)
     for (bits, rows), expected in PRODUCT_SHARES.items():
         yield product(device, bits, rows, scale, expected)
+    if (dots := on_tensor_cores(device)) is not None:
+        for rows in SOME_ROWS:
+            yield product(device, 4, rows, scale, TENSOR_SHARE, dots, ", on tensor cores")
+            yield product(device, 4, rows, scale, DECODED_SHARE, decoded_first, ", decoded first")
     for bits in (4, 8):
         yield decoding(device, bits, scale)
+
+
+def on_tensor_cores(device: Device) -> Product | None:
+    """The product of some rows that the device makes on tensor cores, chosen or not: that depends on what is measured here."""
+    kernel = next(each for each in kernels() if each.function == "tile_dots")
+    return function_of(kernel) if processor(device.kind).runs(kernel) else None
+
+
+def decoded_first(*given: object) -> None:
+    """Multiplies nothing with packed weights."""
+
+
+def by_table(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor | None:
+    return packed_product(PRODUCT, codec.name, x, data, outputs, bias)
 
 
 def attention(device: Device, codec: str, scale: float, expected: float) -> Subject:
@@ -186,7 +212,9 @@ def attention(device: Device, codec: str, scale: float, expected: float) -> Subj
     return Subject(f"decode attention, {codec} KV, {rows} rows of {slots}", region.nbytes, expected, call)
 
 
-def product(device: Device, bits: int, rows: int, scale: float, expected: float) -> Subject:
+def product(
+    device: Device, bits: int, rows: int, scale: float, expected: float, by: Product = by_table, told: str = ""
+) -> Subject:
     """A product of few rows with packed weights; of decoded ones where nothing here reads the bytes."""
     inputs, outputs = WIDTH, max(TILE, round(FFN * scale))
     codec, data = packed(bits, outputs, inputs)
@@ -195,13 +223,13 @@ def product(device: Device, bits: int, rows: int, scale: float, expected: float)
 
     def call() -> object:
         chosen = next(tiles).view(-(-outputs // TILE), -1)
-        out = packed_product(PRODUCT, codec.name, Factor(x), chosen, outputs, None)
+        out = by(codec, Factor(x), chosen, outputs, None)
         if out is None:
             decode(codec.name, chosen, decoded)
             out = x @ decoded.T
         return out
 
-    return Subject(f"product of {rows} rows with {bits}-bit weights", data.nbytes, expected, call)
+    return Subject(f"product of {rows} rows with {bits}-bit weights{told}", data.nbytes, expected, call)
 
 
 def decoding(device: Device, bits: int, scale: float) -> Subject:

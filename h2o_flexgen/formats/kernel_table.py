@@ -13,7 +13,7 @@ from math import inf
 
 from h2o_flexgen.formats.byte_layout import FLOAT8
 from h2o_flexgen.formats.kernel_sizes import DTYPES, shared
-from h2o_flexgen.formats.table import BY_BITS, FORMATS, GROUPED, MATRIX_FORMATS, PLAIN, STORED, TILED, Stored
+from h2o_flexgen.formats.table import BY_BITS, FORMATS, GROUPED, MATRIX_FORMATS, OF_MATRICES, PLAIN, STORED, TILED, Stored
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -57,6 +57,7 @@ ROWS_OF_DOTS = 16  # up to here dot products of stored formats were measured to 
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_COUNTED = 4  # of an expert on average, up to which a kernel for GPUs reads a plain one once (arithmetic)
+ROWS_OF_TILE_DOTS = ROWS_OF_TILES  # up to here tensor cores are quicker than that: none beyond few until a GPU has measured it
 ROWS_OF_PLAIN_DOTS = 4  # up to here dot products of plain matrices were measured to be faster than torch's and than panels
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 WIDE_SIDE = 4096  # of a matrix so large that all else that a format stores is small beside its values
@@ -178,6 +179,8 @@ def _of_tiles(format: str) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, format, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     few = Kernel(PRODUCT, format, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
     yield few
+    if format == OF_MATRICES[BY_BITS[4]]:
+        yield Kernel(PRODUCT, format, "tile_dots", CUDA, (TRITON,), HALVES, most_rows=ROWS_OF_TILE_DOTS, instructions=AMPERE)
     yield replace(few, op=PRODUCTS_OF_SAME, function="tile_products")
     yield replace(few, op=COUNTED_PRODUCTS, function="counted_tile_products", most_rows=inf)
     yield Kernel(INT8_PRODUCT, format, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {format}", within=INT8)

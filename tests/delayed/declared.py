@@ -26,7 +26,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("rotate", "rms_norm", "decode_attention", "prompt_attention", "shared_attention"), ()),
     "choose_slots": (),
     "bring_slots": ("target",),
-    **dict.fromkeys(("tile_product", "tile_products", "int8_product", "stored_product", "gated_norm"), ()),
+    **dict.fromkeys(("tile_product", "tile_products", "tile_dots", "int8_product", "stored_product", "gated_norm"), ()),
     **dict.fromkeys(("gated_delta", "selective_scan", "short_convolution"), ("state",)),
 }
 

@@ -163,7 +163,7 @@ def gathered(
     top: tl.tensor, total: tl.tensor, made: tl.tensor, scores: tl.tensor, values: tl.tensor, dtype: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The largest score, the sum of exponentials (queries,) and the weighed values (queries, width) of several queries with
-    those of a tile, whose values they meet in `dtype`."""
+    those of a tile. They meet its values in `dtype`."""
     highest = tl.maximum(top, tl.max(scores, 1))
     shares, kept = exponential_of(scores, highest[:, None]), exponential_of(top, highest)
     new = tl.dot(shares.to(dtype), values.to(dtype), input_precision="ieee")

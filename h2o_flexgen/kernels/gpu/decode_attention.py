@@ -103,7 +103,7 @@ def lanes_of(places: SlotPlaces, tile: int) -> int:
 
 
 def most_registers(places: SlotPlaces, queries: int) -> int | None:
-    """Of a thread, where compilers would take more than they need; None: as many as they like."""
+    """The registers of a thread, where compilers would take more than it needs; None: as many as they like."""
     return REGISTERS if queries == 1 and places.bits == 4 and places.width <= NARROW else None
 
 

@@ -24,11 +24,12 @@ from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.gpu.states import gated_delta, selective_scan, short_convolution
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.gpu.stored_values import stored_decode
+from h2o_flexgen.kernels.gpu.tile_dots import tile_dots
 from h2o_flexgen.kernels.gpu.tile_product import tile_product, tile_products
 
 KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
-    *(stored_decode, stored_product, tile_product, tile_products, int8_product),
+    *(stored_decode, stored_product, tile_product, tile_products, tile_dots, int8_product),
     *(append, append_coded, rotate, evict, gather_slots, take_slots, bring_slots),
     *(gather_counted, counted_plain_products, counted_tile_products, counted_stored_products, add_counted),
     *(decode_attention, prompt_attention, shared_attention, choose_slots, rms_norm),
