@@ -109,6 +109,15 @@ def test_it_is_said_where_pages_make_kv_on_disk_larger(rows: int, on_disk: int, 
     assert [line.partition(" there,")[0] for line in said] == begins and (times > 1.5) is is_said
 
 
+def test_of_pages_nothing_is_said_where_the_first_block_has_no_kv_on_disk() -> None:
+    """A later one has some: its rows are shorter, so that the last of them lack more of the disk."""
+    plan = Plan(1, 2).with_percent((0, 100, 0, 90, 0, 100))
+    planned = WorkloadPlan(tiny_spec(1), plan, Workload((90, 60, 60, 2), 4), Site())
+    report = PlanReport("tiny", False, plan, planned, MemoryLimits(), None)
+    assert placed_bytes(planned.blocks.first)["KV"][DISK] == 0 < planned.footprint.parts[DISK]["KV"]
+    assert not any("whole pages" in line for line in report.lines())
+
+
 def test_one_of_a_kind_is_no_plural() -> None:
     def said(plan: Plan, lengths: tuple[int, ...]) -> list[str]:
         planned = WorkloadPlan(tiny_spec(1), plan, Workload(lengths, 3), Site())

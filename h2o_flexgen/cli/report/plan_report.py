@@ -248,7 +248,9 @@ class PlanReport:
 
     def _of_pages(self) -> Iterator[Entry]:
         """Why KV takes so much more of a disk than its bytes, where it does: a small batch fills pages badly."""
-        placed, taken = placed_bytes(self.first)["KV"][DISK], self.planned.footprint.parts[DISK].get("KV", 0)
+        first, placed = self.first, placed_bytes(self.first)["KV"][DISK]
+        there = (place for place, tier in first.placement.kv.items() if tier == DISK)
+        taken = sum(layout.disk_bytes for place in there for layout in first.kv.layouts(*place) if layout is not None)
         if taken > MUCH_MORE * placed:
             pages = f"slots fill whole pages of {format_bytes(ALIGNMENT)} there, and those that change have others beside them"
             yield told(f"KV takes {taken / placed:.1f} times its {format_bytes(placed)} on disk: {pages}")
