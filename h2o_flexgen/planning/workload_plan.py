@@ -107,7 +107,7 @@ def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
     with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(asked.plan, tier, kept))
     for plan in with_less:
         if replace(asked, plan=plan).fits(limits):
-            found.append("percent " + " ".join(f"{value:g}" for value in plan.percent))
+            found.append(_shares(plan))
             break
     if not found:
         found = [_smaller_with_less(asked, limits, tier)]
@@ -119,18 +119,29 @@ def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
 
 
 def _lacking(asked: WorkloadPlan, limits: MemoryLimits, tier: str) -> str:
-    """What the smallest of the plans that were tried lacks: on this tier, or else where what left it would go."""
+    """What the smallest of the plans that were tried lacks: on this tier, or else where what left it would go; and what makes
+    it smaller than the plan that was asked for."""
     plan, misses = replace(asked.plan, gpu_batch_size=min(_halves(asked.plan.gpu_batch_size), default=1)), []
     for one in (plan, *_with_less(plan, tier, 0.5), *_with_less(plan, tier, 0.0)):
         needed = replace(asked, plan=one).footprint
         least = tier if limits.room(needed, tier) < 0 else limits.first_exceeded(needed) or tier
         need = limits.needs(needed, least)
-        misses.append((need - (limits.of(least) or 0), need, least))
-    more, need, least = min(misses)
+        misses.append((need - (limits.of(least) or 0), need, least, _smaller_by(one, asked.plan)))
+    more, need, least, smaller_by = min(misses)
     larger = more_memory(least, more, need)
     if least == DISK and limits.folder:
         larger = f"free {format_bytes(more)} more in {limits.folder}, or give an offload_dir on a larger disk"
-    return f"the smallest needs {format_bytes(need)} {on_tier(least)}; {larger}"
+    return f"the smallest needs {format_bytes(need)} {on_tier(least)}; {larger}{smaller_by}"
+
+
+def _smaller_by(plan: Plan, asked: Plan) -> str:
+    size = f"gpu_batch_size {plan.gpu_batch_size}" if plan.gpu_batch_size != asked.gpu_batch_size else ""
+    options = " and ".join(filter(None, (size, _shares(plan) if plan.percent != asked.percent else "")))
+    return f", with {options}" if options else ""
+
+
+def _shares(plan: Plan) -> str:
+    return "percent " + " ".join(f"{value:g}" for value in plan.percent)
 
 
 MEMORY_OPTIONS = {DEVICE: "gpu_mem", HOST: "cpu_mem"}
@@ -157,7 +168,7 @@ def _smaller_with_less(asked: WorkloadPlan, limits: MemoryLimits, tier: str | No
         for kept in (0.5, 0.0):
             for plan in _with_less(replace(asked.plan, gpu_batch_size=size), tier, kept):
                 if replace(asked, plan=plan).fits(limits):
-                    return f"gpu_batch_size {size} with percent " + " ".join(f"{value:g}" for value in plan.percent)
+                    return f"gpu_batch_size {size} with {_shares(plan)}"
     return ""
 
 

@@ -1009,13 +1009,17 @@ def test_where_nothing_fits_it_is_said_with_how_much_something_would(tier: str, 
     request = request_of((30, 30, 30, 30, 30, 30), accelerator=True)
     with pytest.raises(ValueError, match=rf"{on_tier(tier)} .*no smaller batch or share fits: the smallest needs ") as told:
         request.refuse_what_does_not_fit(MemoryLimits(**{tier: 1}))
-    said = rf"the smallest needs (.*?) {on_tier(tier)}; give (.*?) more {on_tier(tier)} \({option}='(\d+)MB', rounded up\)$"
-    need, more, enough = re.findall(said, str(told.value))[0]
+    said = rf"the smallest needs (.*?) {on_tier(tier)}; give (.*?) more {on_tier(tier)} \({option}='(\d+)MB', rounded up\)(.*)$"
+    need, more, enough, smaller_by = re.findall(said, str(told.value))[0]
     needed, given = (parse_bytes(one.replace(" ", "")) for one in (need, more))
     assert given == pytest.approx(1e6 * int(enough), abs=1), "the limit is a byte"
     assert needed + UNLIKE_BYTES - 10_000 <= 1e6 * int(enough) <= needed + UNLIKE_BYTES + 1e6 + 10_000
     assert "would fit: " in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * int(enough)}))
     assert "the smallest needs" in what_would_fit(request, MemoryLimits(**{tier: 1_000_000 * (int(enough) - 2)}))
+    shares = {DEVICE: "", HOST: " and percent 30 0 30 0 30 30"}[tier]
+    assert smaller_by == f", with gpu_batch_size 1{shares}"
+    named = replace(request.plan, gpu_batch_size=1).with_percent(tuple(map(float, shares.split()[2:])) or request.plan.percent)
+    replace(request, plan=named).refuse_what_does_not_fit(MemoryLimits(**{tier: 1_000_000 * int(enough)}))
 
 
 @pytest.mark.parametrize(
@@ -1029,7 +1033,7 @@ def test_where_nothing_fits_it_is_said_with_how_much_something_would(tier: str, 
 def test_a_full_disk_is_to_be_larger_by_what_is_said(folder: Path | None, larger: str) -> None:
     request = request_of((0, 30, 0, 30, 0, 30), accelerator=False)
     limits = MemoryLimits(host=request.footprint.total(HOST), disk=1, folder=folder)
-    said = rf"the smallest needs (.*) on disk; {larger}$"
+    said = rf"the smallest needs (.*) on disk; {larger}, with gpu_batch_size 1 and percent 0 65 0 65 0 65$"
     need, more = re.findall(said, what_would_fit(request, limits))[0]
     assert need == more, "the limit is a byte"
     enough = int(1.01 * parse_bytes(need.replace(" ", "")))  # two decimals are shown
