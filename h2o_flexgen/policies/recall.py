@@ -13,6 +13,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.formats.table import BY_BITS, FORMATS
 
 FIRST, RECENT = 4, 16  # tokens that every step attends: the first of a row, and the newest, its own among them
+LEAST = FIRST + RECENT
 NEWEST = 1  # of these, where tokens took over slots of others: which are the recent ones, no slot says
 RECALLED = 0.1  # the share that a search may take where it is allowed to
 ALL = 1.0  # the share with which nothing is chosen
@@ -25,7 +26,7 @@ FINENESS = 1e-9  # a tenth of 30 tokens is 3 of them, whatever a product of floa
 
 def attended(share: float, held: int) -> int:
     """The tokens that a step attends of those that a row holds, the step's own included."""
-    return held if share == ALL else min(held, max(FIRST + RECENT, ceil(share * held - FINENESS)))
+    return held if share == ALL else min(held, max(LEAST, ceil(share * held - FINENESS)))
 
 
 class Choosing(NamedTuple):

@@ -397,6 +397,8 @@ def test_a_report_says_what_steps_attend(checkpoints: Checkpoints) -> None:
         "full (--kv-recall 0.1) keeps all 408 tokens of a row; a step attends 41 of them, which its query chooses"
     )
     assert "by an index of keys" in line
+    fewest = KeptByPolicy(planned(checkpoints, 0.04))._line()
+    assert "a step attends 20 of them (20 is the least), which" in fewest and "least" not in line
     packed = KeptByPolicy(planned(checkpoints, 0.1, "group4"))._line()
     assert packed.endswith("which its query chooses by their keys, which are packed")
     beside = KeptByPolicy(planned(checkpoints, 0.1, "group4", (100, 0, 0, 100, 100, 0), has_gpu=True))

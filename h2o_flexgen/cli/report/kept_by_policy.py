@@ -32,7 +32,7 @@ from h2o_flexgen.policies.head_budgets import HeadBudgets, why_unmeasured
 from h2o_flexgen.policies.kv_options import DEFAULT_KEPT, KVOptions
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.policies.recall import ALL, attended
+from h2o_flexgen.policies.recall import ALL, LEAST, attended
 from h2o_flexgen.session.measured_heads import MOST_SECONDS, tokens_read
 from h2o_flexgen.session.open_request import heads_of_another, with_known_heads
 
@@ -126,7 +126,8 @@ class KeptByPolicy:
         index = sum(self._capacity(policy) * noted for policy, noted in of_index)
         by = f"by an index of keys, {format_bytes(index)} a row" if index else "by their keys, which are packed"
         choosing = "the queries of all heads choose together" if self.policy.chooses_together else "its query chooses"
-        return f"; a step attends {_range(least, most)} of them, which {choosing} {by}"
+        floor = f" ({LEAST} is the least)" if least == LEAST else ""
+        return f"; a step attends {_range(least, most)} of them{floor}, which {choosing} {by}"
 
     @property
     def _noted(self) -> Iterator[tuple[tuple[KVPolicy, int], int]]:
