@@ -35,6 +35,7 @@ DESCRIPTION = """\
 Talk with a model. Its weights may be larger than the memory. What was said stays in the KV cache.
 Without --model: a small one that travels with the package; nothing is downloaded."""
 
+GOES_ON = f"no --model: {DEMO}, the model of the package, which goes on with prose and was not trained to answer"
 FIRST = "--model", "--input", "--system", "--gen-len", "--context-len", "--temperature", *FIRST_OF_PLANS, "--positions"
 EPILOG = f"""\
 With a policy that evicts and rolling positions the talk has no end, in constant memory:
@@ -60,11 +61,12 @@ class ChatRequest:
     sampling: SamplingParams
     seed: int | None
     verbose: int
+    notes: tuple[str, ...]  # what is said before the talk of the options that were not given
     others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
-    return make_parser(program).parse_or_demo(argv, {"model": DEMO, **DEMO_SAMPLING})
+    return make_parser(program).parse_or_demo(argv, {"demo": True, "model": DEMO, **DEMO_SAMPLING})
 
 
 def request_of(flags: Namespace) -> ChatRequest:
@@ -83,6 +85,7 @@ def request_of(flags: Namespace) -> ChatRequest:
         sampling=sampling_of(flags),
         seed=flags.seed,
         verbose=flags.verbose,
+        notes=(GOES_ON,) if flags.demo else (),
     )
 
 
@@ -123,6 +126,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     group.option(PLAN["compute"])
     parser.add_kv()
     parser.add_sampling(without=("logprobs",))
+    parser.set_defaults(demo=False)
     return parser
 
 

@@ -55,6 +55,7 @@ def work(request: ChatRequest) -> None:
             say_slow(unguessed_reason(talk.planned_reply))
             say_slow(unread_reason(talk.planned_reply))
             chat = Chat(talk, style, params, is_typed, is_crowded=is_crowded)
+            say(request.notes)
             say(chat.greeting(llm))
             chat.run(turns)
             say_broken(llm.peaks())

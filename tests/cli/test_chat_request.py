@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli.chat_request import turns_in
+from h2o_flexgen.cli.chat_request import GOES_ON, parse, request_of, turns_in
 
 
 def test_a_line_is_a_turn_and_a_json_line_one_or_several(tmp_path: Path) -> None:
@@ -33,3 +33,8 @@ def test_a_line_that_is_no_turn_is_named(line: str, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"input .*none.jsonl cannot be read"):
         turns_in(str(tmp_path / "none.jsonl"))
+
+
+def test_without_a_model_it_is_said_that_the_one_of_the_package_only_goes_on() -> None:
+    assert request_of(parse([])).notes == (GOES_ON,)
+    assert request_of(parse(["--model", "demo"])).notes == ()
