@@ -12,7 +12,7 @@ from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest, plan_flags
 from h2o_flexgen.cli.report import Entry, document_of, entry, lines_of, noted, table_of, told
 from h2o_flexgen.cli.report.arithmetic import StoredWeights
-from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted
+from h2o_flexgen.cli.report.plan_report import PlanReport, Predicted, placed_bytes
 from h2o_flexgen.cli.slow import buffers_reason, compute_reason, plan_reasons, say_slow
 from h2o_flexgen.cli.terminal import say, say_document
 from h2o_flexgen.core.site import DEVICE, DISK, HOST, TIER_NAMES, TIERS
@@ -47,7 +47,8 @@ def work(request: PlanRequest) -> None:
     with Progress(0, f"planning for {request.model.name}", late=True) as progress:
         progress.stage("reporting")
         stored = StoredWeights.of(shapes.opened_on(found.problem.machine))
-        report = FoundReport(found.problem, found.result, request, round(found.seconds, 3), stored)
+        beyond = [*request.site.beyond(machines.memory)]
+        report = FoundReport(found.problem, found.result, request, round(found.seconds, 3), stored, beyond)
         lines, document = report.lines(), report.as_json()
         _draw(report)
     say(lines)
@@ -91,6 +92,7 @@ class FoundReport:
     request: PlanRequest
     search_seconds: float
     stored: StoredWeights | None = None  # None: nothing was found but shapes
+    beyond: Sequence[str] = ()  # lines on limits that are above what the machine has
 
     @property
     def title(self) -> str:
@@ -125,6 +127,7 @@ class FoundReport:
             named="" if request.machine is None else request.machine.name,
             stored=self.stored,
             measures_heads=request.model.measures_heads,
+            beyond=self.beyond,
         )
 
     @cached_property
@@ -144,6 +147,7 @@ class FoundReport:
     def entries(self) -> Iterator[Entry]:
         yield self._of_machine()
         yield from self.plan_report.entries()
+        yield from self._uncounted()
         yield told("")
         yield from self.why.entries(with_more=self.is_searched)
         yield from self._assumed()
@@ -155,6 +159,16 @@ class FoundReport:
         shares = " and ".join(f"{format_bytes(nbytes)} of {TIER_NAMES[tier]} memory" for tier, nbytes in left.items())
         words = f"{name}; {shares} left to its system" if shares else name
         return entry("machine", words, machine=name, left_to_system_bytes=left)
+
+    def _uncounted(self) -> Iterator[Entry]:
+        """What a limit on the disk does not count, if one was given: weights, which lie there already, or in a copy that later
+        runs find. Random ones are written for each run, so that it counts them."""
+        on_disk = placed_bytes(self.first)["weights"][DISK]
+        if self.request.disk is not None and on_disk and not self.problem.site.writes_weights:
+            uncounted = f"--disk-mem {self.request.disk} does not count {format_bytes(on_disk)} of weights"
+            copied = "of .bin files and of weights that no file has as the plan keeps them"
+            copy = f"a copy in the cache, which is made once, {copied}, and takes room of its own"
+            yield told(f"{uncounted}: they are read from the checkpoint's own files, or from {copy}")
 
     def _assumed(self) -> Iterator[Entry]:
         """What seconds of this plan are taken from another machine, or were measured on none."""

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from reprlib import Repr
 
 LIKENESS = 0.7  # how alike two names are before one is suggested for the other, from 0 to 1
+SHORT, LIKENESS_OF_SHORT = 3, 2 / 3  # of names of so many characters one may be wrong
 LONGEST_VALUE = 80  # characters of a value in a message
 LONGEST_WORD = 200  # characters of any other word in a message: names of files are long
 QUOTED = re.compile(rf"(?P<quote>['\"`])(?P<text>[^'\"`]{{{LONGEST_WORD + 1},}})(?P=quote)")
@@ -33,7 +34,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like this one; None where none is near."""
     if len(name) > LONGEST_VALUE:  # it is not meant as a name, and comparing takes long
         return None
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=LIKENESS)), None)
+    likeness = LIKENESS_OF_SHORT if len(name) == SHORT else LIKENESS
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
 def known_of_many(name: object, known: Iterable[str], page: str) -> str:

@@ -186,6 +186,10 @@ class Device:
     def free_bytes(self) -> int | None:
         return None
 
+    def whole_bytes(self) -> int | None:
+        """Memory that the device has, free or not; None for a CPU."""
+        return None
+
     def limit(self, nbytes: int | None) -> None:
         """Limits what this process may allocate on the device; None removes the limit."""
 
@@ -397,9 +401,11 @@ class CudaDevice(Accelerator):
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
+    def whole_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
     def limit(self, nbytes: int | None) -> None:
-        total = torch.cuda.mem_get_info(self.torch_device)[1]
-        fraction = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        fraction = 1.0 if nbytes is None else min(1.0, nbytes / self.whole_bytes())
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def settle(self) -> None:

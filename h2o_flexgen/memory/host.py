@@ -165,6 +165,15 @@ def available_bytes() -> int:
     return int(max(0, free))
 
 
+def whole_bytes() -> int:
+    """Memory that there is, free or not, within the same limits."""
+    whole = psutil.virtual_memory().total
+    for folder, limit, _ in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+        with suppress(OSError, ValueError):
+            whole = min(whole, int((folder / limit).read_text()))
+    return int(whole)
+
+
 def _control_groups(own: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
     """The process's control groups and those above them, each with the names of its limit and use. In a container the path may
     be that of the host, which does not exist there; the root is then the container's."""

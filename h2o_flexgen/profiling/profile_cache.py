@@ -328,13 +328,13 @@ def about(mark: Fingerprint) -> str:
 
 def this_machine(device: Device, offload_folder: Path, dtype: str | None, progress: Progress) -> Machine:
     """This machine as its profile was kept, or as it is measured now, which is shown."""
-    progress.stage("profiling this machine, once")
+    progress.stage("measuring this machine, once")
     return profiled(
         device,
         offload_folder,
         dtype,
         on_note=progress.note,
-        on_subject=lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
+        on_subject=lambda title, done, total: progress.stage(f"measuring: {title}", f"{done}/{total}" if total else ""),
     )
 
 

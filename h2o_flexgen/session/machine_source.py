@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.host import whole_bytes
 from h2o_flexgen.memory.memories import own_site
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.profiling.profile_cache import machine_before_profile, profile_at_hand, this_machine
@@ -39,6 +42,15 @@ class MachineSource:
             return self.named
         assert self.device is not None
         return self.at_hand(self._measured_dtype) or machine_before_profile(self.device, self.offload_folder)
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that the machine has, free or not, by tier."""
+        if self.named is not None:
+            return {DEVICE: self.named.device_bytes, HOST: self.named.host_bytes}
+        assert self.device is not None
+        on_device = self.device.whole_bytes()
+        return {HOST: whole_bytes()} if on_device is None else {DEVICE: on_device, HOST: whole_bytes()}
 
     def at_hand(self, dtype: str | None) -> Machine | None:
         """This machine's saved profile, of which the file is read once; None if there is none."""

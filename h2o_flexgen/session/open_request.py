@@ -4,9 +4,10 @@ Nothing here imports torch."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
+from math import inf
 from pathlib import Path
 from shutil import disk_usage
 
@@ -26,7 +27,8 @@ from h2o_flexgen.core.hints import refuse_unknown, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.option import by_own_names, check_options, option, options_of
 from h2o_flexgen.core.probe import Probe
-from h2o_flexgen.core.units import SIZE
+from h2o_flexgen.core.site import DEVICE, HOST, on_tier
+from h2o_flexgen.core.units import SIZE, format_bytes, parse_bytes
 from h2o_flexgen.models import create_model, load_config, refuse_missing
 from h2o_flexgen.planning.machine import DEVICES, Machine
 from h2o_flexgen.planning.plan import MOST_GPUS, Plan
@@ -205,11 +207,21 @@ class SiteRequest:
         if missing := [parent for parent in whole.parents if not parent.exists()]:
             raise ValueError(f"{given}: {missing[-1]} is not there; mend the path, or make {whole.parent}")
 
-    def refuse_memory_of_no_gpu(self, has_gpu: bool, machine: str) -> None:
-        """Refuses a limit on GPU memory where no GPU computes: it would limit nothing, and the caller expects otherwise."""
+    def refuse_memory_of_no_gpu(self, has_gpu: bool, machine: str, otherwise: str = "") -> None:
+        """Refuses a limit on GPU memory where no GPU computes: it would limit nothing, and the caller expects otherwise.
+        `otherwise`: what else than leaving it out would mend that."""
         if self.gpu_mem is not None and not has_gpu:
             asked = f"--gpu-mem {self.gpu_mem}" if self.by_flags else f"gpu_mem {shown(self.gpu_mem)}"
-            raise ValueError(f"{asked} is for a GPU, and {machine}; leave it out")
+            raise ValueError(f"{asked} is for a GPU, and {machine}; leave it out{otherwise}")
+
+    def beyond(self, memory: Mapping[str, int]) -> Iterator[str]:
+        """A line for each limit that is above what the machine has of this memory, by tier: nothing is wrong with it, but it
+        may be mistyped, or the machine may be another one than the caller thinks."""
+        for name, tier in (("gpu_mem", DEVICE), ("cpu_mem", HOST)):
+            asked: int | str | None = getattr(self, name)
+            if asked is not None and parse_bytes(asked) > memory.get(tier, inf):
+                has = f"the machine has {format_bytes(memory[tier])} {on_tier(tier)}"
+                yield f"{self.named(name)} {asked} is more than there is: {has}"
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,7 @@ class Mending:
         self._stages(Stage.MENDING)
 
 
+ANOTHER_MACHINE = ", or name a machine that has one with --machine"
 PROCESS_STEP = 64 << 20  # what a process holds varies a little; plans should not. One step more is for a tokenizer
 
 
@@ -265,7 +266,7 @@ class ModelShapes:
 
     def _limits(self, machine: Machine) -> MemoryLimits:
         site = self.site
-        site.refuse_memory_of_no_gpu(machine.has_accelerator, f"{machine.name} has none")
+        site.refuse_memory_of_no_gpu(machine.has_accelerator, f"{machine.name} has none", ANOTHER_MACHINE)
         left = system_share(self.named, site)
         return MemoryLimits(
             device=_size(site.gpu_mem, machine.device_bytes - left.get(DEVICE, 0)) if machine.has_accelerator else None,

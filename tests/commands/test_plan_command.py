@@ -355,6 +355,42 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     assert re.search(r"needs \d\.\d\d GB in CPU memory .*, the limit is 2\.00 GB; would fit: ", error), error
 
 
+ON_DISK = ("--evaluate", "--percent", *(0, 0, 0, 100, 0, 100))  # of weights
+
+
+def test_a_limit_on_the_disk_says_which_weights_it_does_not_count(command: Any) -> None:
+    def said(*flags: object, **asked: object) -> list[str]:
+        return [line for line in command(*WORK, *flags, **asked).out if line.startswith("--disk-mem ")]
+
+    limit = ("--disk-mem", "5GB")
+    (line,) = said(*ON_DISK, *limit, model="facebook/opt-6.7b")
+    assert line == (
+        "--disk-mem 5GB does not count 13.32 GB of weights: they are read from the checkpoint's own files, or from a copy in "
+        "the cache, which is made once, of .bin files and of weights that no file has as the plan keeps them, and takes room "
+        "of its own"
+    )
+    assert len(said(*ON_DISK, *limit)) == 1
+    assert not said(*ON_DISK) and not said("--evaluate", "--percent", *(0, 100) * 3, *limit), "nothing is limited, or there"
+
+
+def test_random_weights_on_disk_count_for_its_limit(command: Any) -> None:
+    given = (*WORK, *ON_DISK, "--dummy-weights", "--disk-mem")
+    assert "on disk (weights " in command(*given, "5GB", model="facebook/opt-6.7b").error
+    counted = command(*given, "20GB", model="facebook/opt-6.7b")
+    assert counted.json["needed_bytes"]["disk"] > 13e9 and not any(line.startswith("--disk-mem") for line in counted.out)
+
+
+def test_limits_above_what_a_machine_has_are_said(command: Any, machines: dict[str, Path]) -> None:
+    given = (*WORK, "--evaluate", "--percent", *(100, 0) * 3)
+    result = command(*given, "--gpu-mem", "2GB", "--cpu-mem", "11GB", machine=machines["accelerator"])
+    assert [line for line in result.out if line.startswith(("--gpu-mem", "--cpu-mem"))] == [
+        "--gpu-mem 2GB is more than there is: the machine has 1.00 GB in GPU memory",
+        "--cpu-mem 11GB is more than there is: the machine has 10.00 GB in CPU memory",
+    ]
+    enough = command(*given, "--gpu-mem", "1GB", "--cpu-mem", "10GB", machine=machines["accelerator"])
+    assert enough.status == 0 and not any("more than there is" in line for line in enough.out)
+
+
 # -- what it refuses -----------------------------------------------------------------------------------------------------
 
 
@@ -379,7 +415,10 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
         (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "even one row")),
         (("--cpu-mem", "1MB"), ("no plan fits", "in CPU memory", "give")),
         (("--cpu-mem", "lots"), ("'lots'", "16GB")),
-        (("--gpu-mem", "16GB"), ("--gpu-mem 16GB", "slow-cpu has none")),
+        (
+            ("--gpu-mem", "16GB"),
+            ("--gpu-mem 16GB", "slow-cpu has none; leave it out, or name", "with --machine"),
+        ),
         (("--prompt-len", 500), ("128 positions",)),
         (("--positions", "rolling", "--kv-policy", "h2o"), ("rotary",)),
         (("--kv-policy", "nobody"), ("nobody",)),
@@ -517,6 +556,21 @@ def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_i
     monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
     assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err
+
+
+def test_of_a_limit_above_what_this_machine_has_its_profile_does_not_decide(
+    opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the memory that was free when it was made; the machine may have more."""
+    own = replace(find_machine("cpu-2core"), host_bytes=10**9)
+    monkeypatch.setattr(machine_source, "profile_at_hand", lambda *_: own)
+    monkeypatch.setattr(profile_cache, "profiled", lambda *asked, **how: own)
+    monkeypatch.setattr(machine_source, "whole_bytes", lambda: 25 * 10**9)
+    flags = ("--evaluate", "--percent", *(0, 100) * 3, "--prompt-len", 4, "--gen-len", 2, "--dtype", "float32")
+    for size, is_said in (("25GB", False), ("900GB", True)):
+        out = called(plan.main, capfd, "--model", opt, "--device", "cpu", *flags, "--cpu-mem", size).out
+        line = "--cpu-mem 900GB is more than there is: the machine has 25.00 GB in CPU memory"
+        assert out and (line in out) is is_said
 
 
 @pytest.mark.parametrize("kept", [None, 70_000])

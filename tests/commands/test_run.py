@@ -32,6 +32,7 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies import POLICIES
 from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.profiling import measure, profile_cache
+from h2o_flexgen.session import machine_source
 from h2o_flexgen.session.loaded_model import LoadedModel
 from h2o_flexgen.session.plan_finder import WITH_ROOM, PlanFinder
 from tests.checkpoints.test_adapters import matrices_of, save_adapter, values_in
@@ -548,6 +549,14 @@ def test_a_dry_run_says_what_a_run_keeps_and_what_makes_it_slow(command: Any, op
     assert any(line.startswith("facts     how many facts of a text survive this policy was not measured") for line in out)
     assert "seen by its config alone: a run takes its own weights and tokenizer, in which texts have fewer tokens" in out
     assert "weights are random, so the text is noise" not in out
+
+
+def test_a_limit_above_what_this_machine_has_is_said(command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_source, "whole_bytes", lambda: 25 * 10**9)
+    for size, is_said in (("25GB", False), ("900GB", True)):
+        out = command("--model", opt, *SMALL, *IN_MEMORY, "--cpu-mem", size, "--dry-run").out
+        line = "--cpu-mem 900GB is more than there is: the machine has 25.00 GB in CPU memory"
+        assert out and (line in out) is is_said
 
 
 def test_a_dry_run_knows_the_sizes_of_the_largest_models(command: Any) -> None:

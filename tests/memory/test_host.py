@@ -118,6 +118,7 @@ def test_the_control_groups_of_this_process_limit_its_memory(
 
     monkeypatch.setattr(host, "_control_groups", lambda *_: found(own, tmp_path / "groups"))
     assert host.available_bytes() == 1_000_000 - 20_000 + 5_700
+    assert host.whole_bytes() == 1_000_000
 
 
 def test_in_a_container_whose_group_is_not_to_be_seen_the_root_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +133,7 @@ def test_in_a_container_whose_group_is_not_to_be_seen_the_root_limits(tmp_path: 
 
 def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert list(host._control_groups(tmp_path / "none", tmp_path)) == []
-    assert 0 < host.available_bytes() <= psutil.virtual_memory().total
+    assert 0 < host.available_bytes() <= host.whole_bytes() <= psutil.virtual_memory().total
 
 
 @pytest.mark.cuda

@@ -16,6 +16,8 @@ from h2o_flexgen.schedule import SCHEDULES
         ({"schedule": "zigzagg"}, r"schedule 'zigzagg' is unknown; known: zigzag, .*row_by_row; did you mean zigzag\?$"),
         ({"schedule": "abacus"}, r"schedule 'abacus' is unknown; known: zigzag, [^;]*$"),
         ({"kv_policy": "ful"}, r"kv_policy 'ful' is unknown; known: full.*; did you mean full\?$"),
+        ({"kv_policy": "h20"}, r"kv_policy 'h20' is unknown; known: full.*; did you mean h2o\?$"),
+        ({"kv_policy": "hi0"}, r"kv_policy 'hi0' is unknown; known: full.*, knorm$"),
         ({"gpu_batch_size": 0}, "gpu_batch_size is 0; allowed is a whole number from 1 to 1000000"),
         ({"slots": 0}, "buffers is 0"),
         ({"bufers": 3}, r"unknown plan option 'bufers'; did you mean buffers\?"),

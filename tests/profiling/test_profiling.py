@@ -24,6 +24,7 @@ import torch
 from h2o_flexgen.core.buffer_layout import ALIGNMENT
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.formats.kernel_sizes import ManyQueries
 from h2o_flexgen.formats.kernel_table import (
     CPU,
@@ -49,7 +50,18 @@ from h2o_flexgen.planning.machine import BORROWED, Machine, machine_file, save_m
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.profiling import attention_rates, busy_cores, moving, products, profile_cache
-from h2o_flexgen.profiling.bench import FULL, QUICK, Bench, BytePool, Clock, ProfileWatch, Stopwatch, Subject, TimeLimit
+from h2o_flexgen.profiling.bench import (
+    FULL,
+    QUICK,
+    Bench,
+    BytePool,
+    Clock,
+    OnSubject,
+    ProfileWatch,
+    Stopwatch,
+    Subject,
+    TimeLimit,
+)
 from h2o_flexgen.profiling.measured_machine import Measurement, RoundsTaken, profile
 from h2o_flexgen.profiling.products import small_llama, small_opt
 from h2o_flexgen.profiling.profile_cache import profile_apart, profiled
@@ -550,6 +562,21 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         profile_cache, "profile_apart", lambda device, folder, name, *_: names.append(name) or replace(_FAST, name=name)
     )
     return names
+
+
+def test_while_a_machine_is_measured_for_a_plan_progress_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(*_: object, on_subject: OnSubject, **how: object) -> Machine:
+        on_subject("attention of latents", 3, 9)
+        return _FAST
+
+    class Recorded(Progress):
+        def stage(self, name: str, text: str = "") -> None:
+            said.append((name, text))
+
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(profile_cache, "profiled", measured)
+    assert profile_cache.this_machine(Device(), tmp_path, None, Recorded(0, "planning for a model", late=True)) == _FAST
+    assert said == [("measuring this machine, once", ""), ("measuring: attention of latents", "3/9")]
 
 
 def test_a_machine_is_measured_once(counted: list[str], tmp_path: Path) -> None:

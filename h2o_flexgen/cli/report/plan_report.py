@@ -54,6 +54,7 @@ class PlanReport:
     is_of_config: bool = False  # its files were not opened
     folder_to_make: Path | None = None  # the offload folder, if it was named and is not there
     named: str = ""  # another machine, of which only its profile is known
+    beyond: Sequence[str] = ()  # lines on limits that are above what the machine has
 
     @classmethod
     def of(cls, loaded: LoadedModel, planned: WorkloadPlan, arriving: bool = False) -> PlanReport:
@@ -75,6 +76,7 @@ class PlanReport:
             measures_heads=asked.measures_heads and asked.is_looked_at,
             is_of_config=asked.stands_for_own,
             folder_to_make=loaded.folder_to_make,
+            beyond=[*loaded.request.site.beyond(loaded.machines().memory)],
         )
 
     @property
@@ -244,6 +246,7 @@ class PlanReport:
                 most = "none" if (limit := limits[tier]) is None else format_bytes(limit)
                 rows.append([TIER_NAMES[tier], format_bytes(need), most, self._parts(tier)])
         yield told("", *table(rows, page_width()), needed_bytes=needs, budget_bytes=limits)
+        yield told(*self.beyond)
         yield from self._of_pages()
 
     def _of_pages(self) -> Iterator[Entry]:
