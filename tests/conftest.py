@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -37,8 +38,9 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, too
-    slow = hypothesis.HealthCheck.too_slow
-    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[slow])  # none depends on a clock
+    slow, is_ci = hypothesis.HealthCheck.too_slow, "CI" in os.environ  # which has the same examples in each run
+    patient = hypothesis.settings(deadline=None, suppress_health_check=[slow], derandomize=is_ci)  # none depends on a clock
+    hypothesis.settings.register_profile("patient", patient)
     hypothesis.settings.load_profile("patient")
 
 
@@ -87,7 +89,18 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+    """What several tests share is the same, whichever of them has it made."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(crc32(fixturedef.argname.encode()))
+        return (yield)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(crc32(item.nodeid.encode()))  # it draws the same numbers whatever ran before it in its process
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("web"):
