@@ -957,7 +957,7 @@ def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: st
         request.refuse_what_does_not_fit(limits)
     message = str(caught.value)
     assert "\n" not in message and f" {on_tier(tier)} (" in message and "the limit is" in message
-    plans = suggested(message, request)
+    plans = suggested(message.partition("would fit: ")[2], request)
     assert bool(plans) == ("would fit: " in message)
     for each in plans:
         each.refuse_what_does_not_fit(limits)
