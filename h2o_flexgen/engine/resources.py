@@ -19,7 +19,6 @@ from torch import get_num_threads as get_num_threads  # commands ask here
 from torch import set_num_threads
 
 from h2o_flexgen.core.environment import cores, existing_folder, threads
-from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import KEPT_PRODUCTS, available_bytes, bytes_to_begin_with, give_back_freed
@@ -37,12 +36,6 @@ class Packing(NamedTuple):
     def __str__(self) -> str:
         instead = f", in place of {format_bytes(self.freed)} of an older layout" if self.freed else ""
         return f"{format_bytes(self.nbytes)} in {self.folder}{instead}"
-
-
-def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
-    """Refuses a limit on GPU memory where no GPU computes: it would limit nothing, and the caller expects otherwise."""
-    if gpu_mem is not None and not device.accelerator:
-        raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
 
 
 def open_limits(devices: Sequence[Device], gpu_mem: int | str | None, cpu_mem: int | str | None) -> MemoryLimits:
