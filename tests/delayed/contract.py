@@ -46,7 +46,7 @@ from tests.delayed.ways import ALL, OK, TIMEOUT, A, B, C, D, Result, Way
 SHARES = (A, 0.17), (B, 0.42), (C, 0.62)  # of all the time: when they have to be over
 REST, LAST = 0.75, 0.85  # what no time was left for, then D; what remains is for what failed
 PLAN_SECONDS = 12.0
-CHILDREN, CORES_OF_A_CHILD = 4, 2  # at least so many, and more where there are many cores: kernels are compiled
+CHILDREN, MOST_CHILDREN, CORES_LEFT = 4, 12, 4  # processes: more where there are many cores, of which some are left
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "h2o_flexgen", "tests/delayed", "tests/helpers", "tests/whole/test_contract.py"  # on which results depend
 WRITTEN = ".py", ".c", ".h"  # how files of it end
@@ -193,7 +193,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hanging-seconds", type=float, help="for a plan in a way under a fault that hangs (default: --plan-seconds)"
     )
-    many = max(CHILDREN, min(2 * CHILDREN, (os.cpu_count() or 1) // CORES_OF_A_CHILD))
+    many = max(CHILDREN, min(MOST_CHILDREN, (os.cpu_count() or 1) - CORES_LEFT))
     parser.add_argument("--children", type=int, default=many, help="processes (default here: %(default)s)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth plan alone")
     parser.add_argument("--pretended", nargs="+", choices=FAULTS, metavar="FAULT", help="faults to plant, without a GPU")
