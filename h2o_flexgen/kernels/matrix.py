@@ -138,9 +138,11 @@ def linear_of_parts(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _plain_values(matrix: Matrix) -> Tensor | None:
-    """Its values, if it is plain; on a GPU packed ones are decoded, where there is room for that."""
+    """Its values, if it is plain; on a GPU packed ones are decoded, where there is room for that. Products that round their
+    factor are never made of values: whether there is room must not change what is computed."""
     if isinstance(matrix, PackedMatrix):
-        return None if matrix.room is None or matrix.data.device.type == CPU else matrix.values()
+        is_decoded = matrix.product == PRODUCT and matrix.room is not None and matrix.data.device.type != CPU
+        return matrix.values() if is_decoded else None
     return matrix if isinstance(matrix, Tensor) else None
 
 

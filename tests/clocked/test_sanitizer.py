@@ -32,11 +32,12 @@ HOST = Case("opt", (0, 100, 0, 100, 0, 100), (5, 9), 8, num_gpu_batches=1, sep_l
 ALARMING = (HOST, replace(HOST, kind="llama-gqa", policy=POLICIES[1]), replace(HOST, schedule="row_by_row", lengths=(5, 9, 2)))
 
 
-def on_the_clocked_device() -> Place:
-    def address(tensor: Tensor) -> int | None:
-        return tensor.inner.data_ptr() if isinstance(tensor, ClockedTensor) else None
+def on_the_clocked_device(whole: bool = False) -> Place:
+    return Place(lambda: current().stream, seen, whole, lambda: current().lock)
 
-    return Place(lambda: current().stream, address, lambda: current().lock)
+
+def seen(tensor: Tensor) -> Tensor | None:
+    return tensor.inner if isinstance(tensor, ClockedTensor) else None
 
 
 @contextmanager

@@ -20,6 +20,11 @@ AHEAD_SECONDS = 1.0  # of its end, when it says where its threads are
 STDOUT, STDERR = 1, 2
 
 
+def told_after(seconds: float) -> float:
+    """When a process says where its threads are, if a plan may take so many seconds."""
+    return max(seconds - AHEAD_SECONDS, seconds / 2)
+
+
 def serve(bench: Bench, fault: str, orders: int, results: int) -> None:
     """Until there are no more orders; both are open files."""
     plans = bench.stand.plans()
@@ -28,7 +33,7 @@ def serve(bench: Bench, fault: str, orders: int, results: int) -> None:
         for line in read:
             order = json.loads(line)
             number, way = order["plan"], Way(**order["way"])
-            faulthandler.dump_traceback_later(max(order["seconds"] - AHEAD_SECONDS, order["seconds"] / 2), file=STDERR)
+            faulthandler.dump_traceback_later(told_after(order["seconds"]), file=STDERR)
             with FAULTS[fault](way):
                 result = bench.tried(number, plans[number], way)
                 is_lost = result.verdict == ERROR and not bench.stand.works()

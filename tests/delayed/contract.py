@@ -46,6 +46,7 @@ from tests.delayed.ways import ALL, OK, TIMEOUT, A, B, C, D, Result, Way
 SHARES = (A, 0.17), (B, 0.42), (C, 0.62)  # of all the time: when they have to be over
 REST, LAST = 0.75, 0.85  # what no time was left for, then D; what remains is for what failed
 PLAN_SECONDS = 12.0
+LONGER = 3.0  # times as long may a plan take that has taken too long
 CHILDREN, MOST_CHILDREN, CORES_LEFT = 4, 12, 4  # processes: more where there are many cores, of which some are left
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "h2o_flexgen", "tests/delayed", "tests/helpers", "tests/whole/test_contract.py"  # on which results depend
@@ -79,6 +80,14 @@ class Found:
             lines.write(json.dumps(result.as_json()) + "\n")
             lines.flush()
 
+    def seconds_of(self, number: int) -> float:
+        """The most that a plan took in any way."""
+        return max((result.seconds for result in self.by_plan[number].values()), default=0.0)
+
+    def was_late(self, number: int, way: Way) -> bool:
+        result = self.by_plan[number].get(way.name)
+        return result is not None and result.verdict == TIMEOUT
+
     def is_known(self, number: int, way: Way) -> bool:
         """What took too long is tried again, once in a call."""
         result = self.by_plan[number].get(way.name)
@@ -91,12 +100,13 @@ def try_all(stand_name: str, numbers: Sequence[int], found: Found, dealer: Deale
 
     def deal(way: Way, share: float = 1.0) -> None:
         until = began + share * (dealer.ends - began)
-        dealer.deal([Order(number, way) for number in _that_need(way, numbers, found)], until)
+        wanted = sorted(_that_need(way, numbers, found), key=found.seconds_of, reverse=True)  # or the longest are waited for
+        dealer.deal([Order(number, way, LONGER if found.was_late(number, way) else 1.0) for number in wanted], until)
 
     dealer.prepare(A.environment)
     for way, share in SHARES:
         deal(way, share)
-        deal(way, share)  # what took too long: kernels were compiled meanwhile
+        deal(way, share)  # what took too long: kernels were compiled meanwhile, and it gets more time
     for way, _ in SHARES:
         deal(way, REST)
     deal(D, LAST)

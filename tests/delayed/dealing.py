@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.delayed.child import LEAVING, READY, own_folder, serve
+from tests.delayed.child import LEAVING, READY, own_folder, serve, told_after
 from tests.delayed.trying import Bench
 from tests.delayed.ways import CRASH, TIMEOUT, WORDS, Result, Way
 
@@ -32,6 +32,7 @@ FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+/[^"/]+)", line (\d+) in')
 class Order(NamedTuple):
     plan: int
     way: Way
+    patience: float = 1.0  # how many times as long as others it may take
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Child:
         return self.is_ready and self.order is None
 
     def give(self, order: Order, seconds: float) -> None:
+        """`seconds`: those that it may take."""
         self.order, self.begun = order, time.monotonic()
         line = json.dumps({"plan": order.plan, "way": asdict(order.way), "seconds": seconds}) + "\n"
         os.write(self.orders, line.encode())
@@ -113,7 +115,8 @@ class Dealer:
                     self._broken(child, TIMEOUT)
                 for child in there:
                     if child.is_idle and waiting and time.monotonic() < until:
-                        child.give(waiting.popleft(), self.seconds)
+                        order = waiting.popleft()
+                        child.give(order, self._limit(order))
         finally:
             self._spare += [child for child in there if child.is_idle]
             for child in there:
@@ -157,18 +160,25 @@ class Dealer:
                     return False
         return True
 
+    def _limit(self, order: Order) -> float:
+        return self.seconds * order.patience
+
     def _is_late(self, child: Child) -> bool:
-        limit = self.seconds if child.is_ready else STARTING_SECONDS
-        return (child.order is not None or not child.is_ready) and time.monotonic() - child.begun > limit
+        if child.is_idle:
+            return False
+        limit = STARTING_SECONDS if child.order is None else self._limit(child.order)
+        return time.monotonic() - child.begun > limit
 
     def _broken(self, child: Child, verdict: str) -> None:
-        order, how = child.order, child.end()
+        order, how, seconds = child.order, child.end(), time.monotonic() - child.begun
         if order is None:
             self._did_not_start.append(f"{how}: {self._said(child)}")
             return
+        if seconds > told_after(self._limit(order)):  # Python can crash while it says where threads are that go on
+            verdict = TIMEOUT
         words = self._stuck(child) if verdict == TIMEOUT else f"{how} {self._said(child)}".strip()
         result = Result(order.plan, order.way.name, verdict, words=words[:WORDS])
-        self.heard(replace(result, seconds=round(time.monotonic() - child.begun, 2)))
+        self.heard(replace(result, seconds=round(seconds, 2)))
 
     def _said(self, child: Child) -> str:
         """The last words of a process."""

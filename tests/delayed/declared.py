@@ -1,4 +1,5 @@
-"""What kernels in Triton read and write, told to a sanitizer that sees functions of torch alone."""
+"""What a sanitizer is told that sees functions of torch alone: what kernels in Triton read and write, and which parts of a
+buffer are used at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.schedule.ops import Task
 from tests.delayed.sanitizer import StreamSanitizer
 
 # The arguments that a function writes to. It also writes what it returns, and only reads all others.
@@ -37,6 +41,24 @@ def declared(sanitizer: StreamSanitizer) -> Iterator[None]:
     functions: dict[str, Callable[..., Any]] = import_module("h2o_flexgen.kernels.gpu.functions").FUNCTIONS
     told = {name: _telling(name, function, sanitizer) for name, function in functions.items()}
     with patch.dict(functions, told):
+        yield
+
+
+@contextmanager
+def parts_told(sanitizer: StreamSanitizer) -> Iterator[None]:
+    """A context in which it is told of the places of prompts that go home part by part: one is computed in one place while
+    another one is read."""
+    begin = KVStore.begin_parts
+
+    def told(store: KVStore, task: Task, rows: BatchRows) -> None:
+        begin(store, task, rows)
+        places, buffer = store._places[task.layer, task.batch], store._buffer(task)
+        for number in range(places.count):
+            sanitizer.part(store._device_ring[buffer][places.start(number) :])
+            if store._note_ring:
+                sanitizer.part(store._note_ring[buffer][places.start_of_notes(number, store._note_bytes) :])
+
+    with patch.object(KVStore, "begin_parts", told):
         yield
 
 

@@ -20,7 +20,7 @@ from tests.clocked.context import checked
 from tests.clocked.device import ClockedDevice
 from tests.clocked.tensor import ClockedTensor
 from tests.delayed import plans
-from tests.delayed.declared import declared
+from tests.delayed.declared import declared, parts_told
 from tests.delayed.device import Delays, delayed
 from tests.delayed.late import ALSO_LATE, LANES, LateDevice
 from tests.delayed.plans import Planned
@@ -146,6 +146,7 @@ def _watched_by(watch: StreamSanitizer, way: Way) -> Iterator[None]:
     with ExitStack() as stack:
         if way.sanitizer == UNTOLD:
             stack.enter_context(untold())
+        stack.enter_context(parts_told(watch))
         stack.enter_context(watch.listening())
         stack.enter_context(watch())
         yield
@@ -159,10 +160,10 @@ def untold() -> Iterator[None]:
 
 
 def _clocked_place() -> Place:
-    def address(tensor: Tensor) -> int | None:
-        return tensor.inner.untyped_storage().data_ptr() if isinstance(tensor, ClockedTensor) else None
+    def seen(tensor: Tensor) -> Tensor | None:
+        return tensor.inner if isinstance(tensor, ClockedTensor) else None
 
-    return Place(lambda: current().stream, address, lambda: current().lock)
+    return Place(lambda: current().stream, seen, whole=True, held_first=lambda: current().lock)
 
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]

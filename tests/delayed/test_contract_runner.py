@@ -24,6 +24,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.site import DEVICE, HOST
 from h2o_flexgen.engine.stores.hidden import HiddenStore
+from h2o_flexgen.engine.stores.host_attention_exchange import PartOfPrompts, PartsOnTheWay
 from h2o_flexgen.formats.kernel_table import CUDA, TRITON, Processor
 from h2o_flexgen.kernels import operations
 from tests.clocked.backend import IS_POSSIBLE
@@ -212,7 +213,7 @@ class OnPretendedGPU(OnGPU):
 @pytest.fixture
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand, "SeveralInOne", PretendedDevice)
-    monkeypatch.setattr(stand, "on_a_gpu", lambda whole: Place(lambda: 0, Tensor.data_ptr))
+    monkeypatch.setattr(stand, "on_a_gpu", lambda whole: Place(lambda: 0, lambda tensor: tensor, whole))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
 
 
@@ -289,6 +290,26 @@ def test_the_sanitizer_watches_several_devices(checkpoints: Checkpoints, tmp_pat
     assert early.verdict == ALARM and all("stores/hidden.py" in pair or "spoilt.py" in pair for pair in early.pairs)
 
 
+# -- prompts that go home part by part -----------------------------------------------------------------------------------
+
+
+def test_a_part_of_prompts_may_be_computed_while_another_one_is_read(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are in two places of a buffer. In one place it would be a race."""
+    bench, planned = Bench(Pretended(), checkpoints, tmp_path), of_choosing_steps()[3]
+    assert bench.tried(0, planned, C).verdict == OK
+    begin = PartsOnTheWay.begin
+
+    def hurried(parts: PartsOnTheWay, rows: slice) -> PartOfPrompts:
+        parts._home = [None] * len(parts._home)
+        return begin(parts, rows)
+
+    monkeypatch.setattr(PartsOnTheWay, "begin", hurried)
+    early = bench.tried(0, planned, C)
+    assert early.verdict == ALARM and all("stores/kv.py" in pair or "spoilt.py" in pair for pair in early.pairs)
+
+
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 ECHO = """
@@ -300,6 +321,9 @@ for line in orders:
     if order["plan"] == 1:
         import time; time.sleep(3600)
     if order["plan"] == 2:
+        os.abort()
+    if order["plan"] == 3:
+        import time; time.sleep(1.2)  # it is asked where it is after a second of two
         os.abort()
     if order["plan"] == 4:
         results.write("leaving\\n")
@@ -320,15 +344,23 @@ def echoing(environment: Mapping[str, str], code: str = ECHO) -> Child:
 
 def test_processes_that_hang_crash_or_leave_are_replaced(tmp_path: Path) -> None:
     heard = list[Result]()
-    dealer = Dealer(echoing, heard.append, tmp_path, children=1, seconds=1.0)
-    dealer.deal([Order(number, A) for number in range(6)], until=inf)
-    dealer.deal([Order(6, A)], until=inf)
+    dealer = Dealer(echoing, heard.append, tmp_path, children=1, seconds=PATIENCE_SECONDS)
+    dealer.deal([Order(0, A), Order(1, A, 1 / PATIENCE_SECONDS), *(Order(number, A) for number in (2, 5, 4, 6))], until=inf)
+    dealer.deal([Order(7, A)], until=inf)
     dealer.close()
-    assert [one.plan for one in heard] == [0, 1, 2, 3, 4, 5, 6]
+    assert [one.plan for one in heard] == [0, 1, 2, 5, 4, 6, 7]
     assert [one.verdict for one in heard] == [OK, TIMEOUT, CRASH, OK, OK, OK, OK]
     assert "SIGABRT" in heard[2].words
     pids = [heard[number].words for number in (0, 3, 4, 5, 6)]
     assert pids[0] != pids[1] == pids[2] != pids[3] == pids[4], "what is sound goes on"
+
+
+def test_a_process_that_crashes_when_it_is_asked_where_it_is_took_too_long(tmp_path: Path) -> None:
+    """Python walks through threads that go on meanwhile."""
+    heard = list[Result]()
+    dealer = Dealer(echoing, heard.append, tmp_path, children=1, seconds=2.0)
+    dealer.deal([Order(3, A)], until=inf)
+    assert [one.verdict for one in heard] == [TIMEOUT]
 
 
 def test_when_all_of_the_time_is_over_what_is_under_way_has_no_result(tmp_path: Path) -> None:
@@ -489,3 +521,20 @@ def test_on_a_gpu_it_has_sixty_plans_some_with_graphs_and_some_that_several_devi
     assert all(one.case.percent[2:] == (100, 0, 100, 0) for one in graphs)
     assert sum(one.case.kv_policy.recall < 1 for one in graphs) == 2
     assert callable(spawned) and {B.name, C.name, D.name} <= {way.name for way in ALL}
+
+
+class Late(Noted):
+    """The same, where one plan takes too long unless it has more time."""
+
+    def deal(self, orders: Sequence[Order], until: float) -> None:
+        for order in orders:
+            is_late = order.plan == 1 and order.patience == 1.0
+            self.asked.append(f"{order.plan}{order.way.name}")
+            self.found.heard(Result(order.plan, order.way.name, TIMEOUT if is_late else OK, seconds=float(order.plan)))
+
+
+def test_what_took_too_long_gets_more_time_and_the_longest_come_first(tmp_path: Path) -> None:
+    found = contract.Found(tmp_path / "found")
+    dealer = Late(found)
+    contract.try_all("pretended", [0, 1], found, dealer)  # type: ignore[arg-type]
+    assert dealer.asked == ["0A", "1A", "1A", "1B", "0B", "1B", "1C", "0C", "1C", "1D", "0D", "1D"]

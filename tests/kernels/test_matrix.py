@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,6 +85,20 @@ def test_heads_that_do_not_begin_where_units_do_are_refused(format: str) -> None
     said = one_line(lambda: linear_of_parts(x, matrix(format, heads * rows, room(heads * rows))))
     assert f"2 heads with {rows} rows each is packed as {format}, in units of {TILE} rows" in said
     assert linear_of_parts(x, matrix(format, 2 * TILE, room(2 * TILE))).shape == (2, 3, TILE)
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_rounded_products_of_heads_are_never_made_of_values(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU values are decoded for all heads at once, where there is room; that must not change what is computed."""
+    here = matrix("tiles8", 2 * TILE, None)
+    there = replace(here, data=here.data.to("meta"), room=DecodeBuffer(torch.empty(2 * TILE, INPUTS, device="meta")))
+    x, room = torch.empty(2, 3, INPUTS, device="meta"), there.room if has_room else None
+    decode = Mock(return_value=there.values())
+    monkeypatch.setattr(PackedMatrix, "values", decode)
+    if has_room:
+        assert linear_of_parts(x, there).shape == (2, 3, TILE) and decode.called
+    decode.reset_mock()
+    assert linear_of_parts(x, replace(there, product=INT8_PRODUCT, room=room)).shape == (2, 3, TILE) and not decode.called
 
 
 def test_rows_that_matrices_share_are_made_ready_once() -> None:
