@@ -25,6 +25,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.stores.kv import image_over
 from h2o_flexgen.formats.grouped import TILE, Tiled

@@ -1,8 +1,8 @@
 """What is compared on a GPU that is made smaller: 16 GB as a T4 has them, and 24 GB. Data, and nothing else.
 
 Weights are made up in memory: no file is written, and all of them fit in host memory. Plans of this engine are given, so that
-nothing is searched while a GPU waits; they fit into the memory of the suite and 128 GB of the host. Rows of others are counted:
-as many as are expected to fit, fewer where they do not.
+nothing is searched while a GPU waits; they fit into the memory of the suite and 128 GB of the host, with about as many tokens
+of prompts at once as there is room for. Rows of others are counted: as many as are expected to fit, fewer where they do not.
 """
 
 from __future__ import annotations
@@ -52,50 +52,50 @@ RESIDENT = (100, 0, 100, 0, 100, 0)
 # the least that a GPU of so many bytes is asked for: of a T4 or an RTX A5000 the driver has taken a part
 SMALL: Mapping[int, PlansByCase] = {
     16 * GB: {
-        (OPT_6, L): plan(RESIDENT, 256, 1),
-        (OPT_6, A): plan(RESIDENT, 768, 1),
-        (OPT_30, L): plan((55, 45, 0, 100, 100, 0), 128, 2),
-        (OPT_30, A): plan((58, 42, 0, 100, 100, 0), 512, 1),
+        (OPT_6, L): plan(RESIDENT, 256, 1, prefill_tokens=16384),
+        (OPT_6, A): plan(RESIDENT, 768, 1, prefill_tokens=4096),
+        (OPT_30, L): plan((55, 45, 0, 100, 100, 0), 128, 2, prefill_tokens=2048),
+        (OPT_30, A): plan((58, 42, 0, 100, 100, 0), 512, 1, prefill_tokens=4096),
     },
     24 * GB: {
-        (OPT_6, L): plan(RESIDENT, 512, 1),
-        (OPT_6, A): plan(RESIDENT, 1024, 1),
+        (OPT_6, L): plan(RESIDENT, 512, 1, prefill_tokens=16384),
+        (OPT_6, A): plan(RESIDENT, 1024, 1, prefill_tokens=16384),
         (OPT_30, L): plan((92, 8, 100, 0, 100, 0), 96, 1, buffers=3),
         (OPT_30, A): plan((91, 9, 100, 0, 100, 0), 192, 1, buffers=3),  # with room for graphs
     },
 }
 SMALL_ON_HOST: Mapping[int, PlansByCase] = {
     16 * GB: {
-        (OPT_30, L): plan((46, 54, 0, 100, 100, 0), 128, 2),
-        (OPT_30, A): plan((4, 96, 11, 89, 100, 0), 512, 4),
+        (OPT_30, L): plan((46, 54, 0, 100, 100, 0), 128, 2, prefill_tokens=8192),
+        (OPT_30, A): plan((4, 96, 11, 89, 100, 0), 512, 4, prefill_tokens=8192),
     },
-    24 * GB: {(OPT_30, A): plan((8, 92, 24, 76, 100, 0), 512, 4)},
+    24 * GB: {(OPT_30, A): plan((8, 92, 24, 76, 100, 0), 512, 4, prefill_tokens=8192)},
 }
 FULL: Mapping[int, PlansByCase] = {
     16 * GB: {
-        (OPT_6, L): plan(RESIDENT, 4, 1),
+        (OPT_6, L): plan(RESIDENT, 4, 1, prefill_tokens=4096),
         (OPT_6, A): plan(RESIDENT, 8, 1),
-        (OPT_30, L): plan((16, 84, 0, 100, 100, 0), 40, 2),
-        (OPT_30, A): plan((14, 86, 0, 100, 100, 0), 128, 1),
+        (OPT_30, L): plan((16, 84, 0, 100, 100, 0), 40, 2, prefill_tokens=2048),
+        (OPT_30, A): plan((14, 86, 0, 100, 100, 0), 128, 1, prefill_tokens=2048),
     },
     24 * GB: {
-        (OPT_6, L): plan(RESIDENT, 24, 1),
-        (OPT_6, A): plan(RESIDENT, 48, 1),
-        (OPT_30, L): plan((25, 75, 0, 100, 100, 0), 96, 1),
-        (OPT_30, A): plan((31, 69, 0, 100, 100, 0), 48, 3),
+        (OPT_6, L): plan(RESIDENT, 24, 1, prefill_tokens=8192),
+        (OPT_6, A): plan(RESIDENT, 48, 1, prefill_tokens=4096),
+        (OPT_30, L): plan((25, 75, 0, 100, 100, 0), 96, 1, prefill_tokens=2048),
+        (OPT_30, A): plan((31, 69, 0, 100, 100, 0), 48, 3, prefill_tokens=2048),
     },
 }
 FULL_ON_HOST: Mapping[int, PlansByCase] = {
     16 * GB: {
-        (OPT_30, L): plan((14, 86, 0, 100, 100, 0), 40, 2),
+        (OPT_30, L): plan((14, 86, 0, 100, 100, 0), 40, 2, prefill_tokens=4096),
         (OPT_30, A): plan((18, 82, 0, 100, 100, 0), 48, 3),
     },
     24 * GB: {
-        (OPT_30, L): plan((28, 72, 0, 100, 100, 0), 48, 2),
-        (OPT_30, A): plan((30, 70, 0, 100, 100, 0), 48, 3),
+        (OPT_30, L): plan((28, 72, 0, 100, 100, 0), 48, 2, prefill_tokens=4096),
+        (OPT_30, A): plan((30, 70, 0, 100, 100, 0), 48, 3, prefill_tokens=2048),
     },
 }
-EXPERTS: PlansByCase = {(GPT_OSS, E): plan((24, 76, 0, 100, 100, 0), 512, 4)}
+EXPERTS: PlansByCase = {(GPT_OSS, E): plan((24, 76, 0, 100, 100, 0), 512, 4, prefill_tokens=4096)}
 
 
 def on_gpu(device_bytes: int) -> tuple[Contender, ...]:
