@@ -178,22 +178,24 @@ def empty_cache(model: Any) -> Any:
 
 def lengthen_cache(cache: Any, tokens: int) -> None:
     """Pretends that so many tokens have been through every layer; positions follow from the length. The last key and value are
-    repeated as a view: the cache copies it, and nothing else grows."""
-    for layer, (keys, values) in enumerate(cached(cache)):
+    repeated as a view, and the cache copies it. Nothing else grows: what a layer held before is given back before the next one
+    grows, as in a step."""
+    for layer in range(len(cache.layers) if hasattr(cache, "layers") else len(cache.key_cache)):
         more = tokens - cache.get_seq_length(layer)
         if more > 0:
-            cache.update(_repeated(keys, more), _repeated(values, more), layer)
+            cache.update(*(_repeated(states, more) for states in cached(cache, layer)), layer)
 
 
-def cached(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer, (rows, heads, tokens, head size); older caches hold two lists, newer ones layers."""
+def cached(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer, (rows, heads, tokens, head size); older caches hold two lists, newer ones layers."""
     if hasattr(cache, "layers"):
-        return [(layer.keys, layer.values) for layer in cache.layers]
-    return list(zip(cache.key_cache, cache.value_cache))
+        return cache.layers[layer].keys, cache.layers[layer].values
+    return cache.key_cache[layer], cache.value_cache[layer]
 
 
 def _repeated(states: Tensor, times: int) -> Tensor:
-    return states[:, :, -1:].expand(-1, -1, times, -1)
+    """A view of the last one. It keeps no other memory than that one's: a view of all would keep all of it."""
+    return states[:, :, -1:].clone().expand(-1, -1, times, -1)
 
 
 def forget_peak() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,18 +133,41 @@ def test_a_lengthened_cache_has_the_length_and_the_positions_that_follow(checkpo
     tokens = torch.arange(2 * 5).reshape(2, 5)
     with torch.inference_mode():
         cache = model(input_ids=tokens, past_key_values=empty_cache(model), use_cache=True).past_key_values
-        held = [(keys.clone(), values.clone()) for keys, values in cached(cache)]
+        held = [(keys.clone(), values.clone()) for keys, values in states_of(cache)]
         lengthen_cache(cache, 9)
         assert cache.get_seq_length() == 9
-        for (keys, values), (keys_before, values_before) in zip(cached(cache), held):
+        for (keys, values), (keys_before, values_before) in zip(states_of(cache), held):
             assert keys.shape == values.shape == (*keys_before.shape[:2], 9, keys_before.shape[3])
             assert torch.equal(keys[:, :, :5], keys_before) and torch.equal(values[:, :, :5], values_before)
         implied = model(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
         assert implied.past_key_values.get_seq_length() == 10
-        lengthened = [(keys[:, :, :9], values[:, :, :9]) for keys, values in cached(implied.past_key_values)]
+        lengthened = [(keys[:, :, :9], values[:, :, :9]) for keys, values in states_of(implied.past_key_values)]
         again = rebuilt(model, lengthened)
         said = model(input_ids=tokens[:, :1], past_key_values=again, use_cache=True, position_ids=torch.full((2, 1), 9))
         torch.testing.assert_close(implied.logits, said.logits)
+
+
+def test_what_a_layer_held_is_given_back_before_the_next_one_grows(checkpoint: str, tmp_path: Path) -> None:
+    """Or a system that is lengthened would need the keys and values of all layers twice, which no step does."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, **loading(asked(checkpoint, tmp_path))).eval()
+    with torch.inference_mode():
+        cache = model(
+            input_ids=torch.arange(10).reshape(2, 5), past_key_values=empty_cache(model), use_cache=True
+        ).past_key_values
+        held = [weakref.ref(states) for both in states_of(cache) for states in both]
+        update, alive = cache.update, list[int]()
+
+        def noted(*given: Any) -> Any:
+            alive.append(sum(one() is not None for one in held))
+            return update(*given)
+
+        cache.update = noted
+        lengthen_cache(cache, 9)
+    assert len(held) > 2 and alive == [*range(len(held), 0, -2)]
+
+
+def states_of(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [cached(cache, layer) for layer in range(len(cache.layers))]
 
 
 def rebuilt(model: Any, states: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
