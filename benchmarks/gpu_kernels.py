@@ -31,7 +31,7 @@ if __name__ == "__main__":
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.engine.stores.kv import image_over
 from h2o_flexgen.formats.grouped import TILE, Tiled
-from h2o_flexgen.formats.kernel_table import PRODUCT, kernels
+from h2o_flexgen.formats.kernel_table import PRODUCT, TILE_DOTS, kernels
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.kernels.decode_attention import KVSlots
 from h2o_flexgen.kernels.factor import Factor
@@ -184,7 +184,7 @@ def subjects(device: Device, scale: float) -> Iterator[Subject]:
 
 def on_tensor_cores(device: Device) -> Product | None:
     """The product of some rows that the device makes on tensor cores, chosen or not: that depends on what is measured here."""
-    kernel = next(each for each in kernels() if each.function == "tile_dots")
+    kernel = next(each for each in kernels() if each.function == TILE_DOTS)
     return function_of(kernel) if processor(device.kind).runs(kernel) else None
 
 

@@ -22,6 +22,7 @@ SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at on
 WIDTH_OF_TORCH = 256  # values of a head up to which torch's own attention holds no n x n scores on GPUs
 STEP_CHUNK = 256  # slots that a program of a GPU attends in a step
 RANKED_AT_ONCE = 1 << 22  # slots of heads that a GPU ranks at once
+DOT_PROGRAMS, DOT_OUTPUTS = 512, 64  # of a product on tensor cores of few rows: they keep any GPU busy; of each program
 
 
 class Numbers(NamedTuple):

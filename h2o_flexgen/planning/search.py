@@ -49,7 +49,7 @@ SIMULATED_AT_MOST = 10  # the limit if simulations fall behind what the program 
 REFINED = 6  # good answers on the grid for which the neighbours are tried
 HOPELESS = 0.5  # share of the soonest block's seconds below which no plan keeps a latency limit
 LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit within which the program must promise to end
-LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts
+LARGER_PARTS = 16  # times as large as others, parts of prompts may be for the sake of experts, or of an accelerator
 BUFFERS = (3, 4, 6, 8)  # numbers of buffers that are tried, one after the other, where none is given
 WITH_BUFFERS = 4  # plans, the best that were simulated, that are tried with as many buffers as the best has
 WORTH_BUFFERS = 0.005  # share of the speed that more buffers must promise; they bring more, and take memory
@@ -527,12 +527,14 @@ def told_recall(problem: SearchProblem, found: SearchResult) -> str:
 
 def _in_larger_parts(problem: SearchProblem, answer: BestShares) -> BestShares:
     """The same shares, with so many tokens of prompts computed at once that an expert of a mixture meets as many of them as
-    other matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. Nothing waits
-    for a part, since a prompt's layer is over when all its parts are; and a size other than the usual one stays."""
+    other matrices do, or as many as there is room for: a product with few rows costs its matrix nearly as much. An accelerator
+    waits for the launches of small parts, whatever the matrices. Nothing waits for a part, since a prompt's layer is over when
+    all its parts are; and a size other than the usual one stays."""
     spec = problem.model(answer.plan)
     if answer.plan.prefill_tokens != Plan.prefill_tokens:
         return answer
-    doublings = round(log2(min(LARGER_PARTS, 1 / min(share for layer in spec.layers for _, share in layer.products))))
+    fewer_rows = 1 / min(share for layer in spec.layers for _, share in layer.products)
+    doublings = round(log2(LARGER_PARTS if problem.accelerator else min(LARGER_PARTS, fewer_rows)))
     larger = (answer.plan.prefill_tokens << power for power in range(doublings, 0, -1))
     plan = next((plan for tokens in larger if problem.fits(plan := replace(answer.plan, prefill_tokens=tokens))), None)
     if plan is None:

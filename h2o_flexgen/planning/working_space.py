@@ -16,6 +16,8 @@ from h2o_flexgen.core.model_spec import IN_HEADS_BYTES, TRIED_AT_ONCE, ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
 from h2o_flexgen.formats.kernel_sizes import (
+    DOT_OUTPUTS,
+    DOT_PROGRAMS,
     FLOAT_BYTES,
     ROOM_CHUNK,
     SCORED_BYTES,
@@ -41,6 +43,7 @@ from h2o_flexgen.formats.kernel_table import (
     PROMPT_ATTENTION,
     SELECTIVE_SCAN,
     SHARED_ATTENTION,
+    TILE_DOTS,
     TORCH,
     Processor,
     choose,
@@ -70,7 +73,7 @@ LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 GUESSED_AT_ONCE = 4, 8, 16  # tokens of a row; passes of one row with so many are recorded
 AHEAD_TOGETHER = 8  # tokens of a row behind its newest that are attended in one call, where tokens are guessed
 BROUGHT = 3  # times the values of a key, of two values of a head, and of what a token has to do with others of its chunk
-GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch, where a check has not measured them: an estimate
+GRAPH_BYTES = 96 << 10  # of the driver, for the graph of a layer and batch, where no check has measured them (an H200: 82 KiB)
 RECORDED_BYTES = 16 << 10  # of the calls of a layer and batch on a CPU, and of what they are given
 EXPERT_TENSOR_BYTES = 1 << 10  # the same where torch multiplies: a tensor for each
 EXPERT_CALL_BYTES = 256  # alike, of a matrix of an expert in a turn: at most 236 were measured
@@ -232,7 +235,7 @@ def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[LevelHeads], sit
     attention = (_decode_attention_bytes(at, plan, site, together) for at in levels)
     states = _trial_bytes(spec, site, rows) if guesses else _states_bytes(spec, site, rows, 1)
     mixing = max(states, *attention)
-    return mixing + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
+    return mixing + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels)) + _dots_bytes(spec, site, rows)
 
 
 def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, guesses: bool = False) -> int:
@@ -359,6 +362,7 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[LevelHeads], site: Site, at
     passing_states = _states_bytes(spec, site, batch.size, min(batch.prompt_len * batch.readings, at_once))
     passing_states += _echoed_states_bytes(spec, batch.size) + tokens * passing if batch.echoes and spec.state_layers else 0
     most = max(attention, tokens * (normed + passing) + passing_states) + tokens * _rounding_bytes(spec, site)
+    most += _dots_bytes(spec, site, tokens)
     return most + (_pieces_bytes(spec, levels, total) if total > tokens else 0)
 
 
@@ -460,6 +464,13 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
     if all(site.has_kernel(INT8_PRODUCT, spec.dtype, format) for format in {matrix.format for matrix in packed}):
         return 0
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
+
+
+def _dots_bytes(spec: ModelSpec, site: Site, rows: int) -> int:
+    """Bytes for products of so many rows on the tensor cores of a GPU: sums of the parts of a matrix, in fp32."""
+    found = (choose(spec.product, format, spec.dtype, site.processor.runs, rows) for format in spec.formats)
+    has_parts = any(kernel is not None and kernel.function == TILE_DOTS for kernel in found)
+    return rows * DOT_PROGRAMS * DOT_OUTPUTS * FLOAT_BYTES if has_parts else 0
 
 
 def _scored_bytes(at: LevelHeads, at_once: int, site: Site) -> int:

@@ -35,8 +35,18 @@ from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.engine.stores.states_of_visits import StatesInPassing, states_over
 from h2o_flexgen.formats.blocked import Blocked
 from h2o_flexgen.formats.grouped import Tiled
-from h2o_flexgen.formats.kernel_sizes import FLOAT_BYTES, PromptRoom
-from h2o_flexgen.formats.kernel_table import CUDA, EXACT, HALVES, LIBRARIES, TORCH, TRITON, Processor
+from h2o_flexgen.formats.kernel_sizes import DOT_OUTPUTS, DOT_PROGRAMS, FLOAT_BYTES, PromptRoom
+from h2o_flexgen.formats.kernel_table import (
+    CUDA,
+    EXACT,
+    HALVES,
+    LIBRARIES,
+    ROWS_BEFORE_DOTS,
+    ROWS_OF_TILE_DOTS,
+    TORCH,
+    TRITON,
+    Processor,
+)
 from h2o_flexgen.formats.mxfp4 import Fp4
 from h2o_flexgen.formats.table import FORMATS, PLAIN
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
@@ -502,6 +512,19 @@ def test_on_a_gpu_scores_are_held_only_where_no_kernel_attends(kind: str) -> Non
         for build in (TRITON, TORCH)
     )
     assert with_kernels < 0.5 * in_torch
+
+
+@pytest.mark.parametrize("rows", [1, ROWS_BEFORE_DOTS + 1, ROWS_OF_TILE_DOTS, ROWS_OF_TILE_DOTS + 1])
+def test_sums_of_parts_of_a_product_on_tensor_cores_are_held(rows: int) -> None:
+    """A GPU that is older has none; no matrix has more programs than these, or each has a part to itself."""
+    plan, block = Plan(weight_codec="group4"), Block((Batch(tuple(range(rows)), (1,) * rows),), 4)
+    spec = create_model(tiny_config("opt"), "float16").spec.written_as("group4", PLAIN, EXACT, "float32", False)
+    with_dots, without = (
+        working_bytes(HeldKV.of(spec, plan, block), 0, plan, Site(True, processor=Processor(CUDA, TRITON, own)))
+        for own in (HALVES, ())
+    )
+    sums = (ROWS_BEFORE_DOTS < rows <= ROWS_OF_TILE_DOTS) * rows * DOT_PROGRAMS * DOT_OUTPUTS * FLOAT_BYTES
+    assert 0.9 * sums <= with_dots - without <= sums, "logits of the tiny model need little when there are no sums"
 
 
 @pytest.mark.parametrize("variant", [*variants()[:1], TORCH])

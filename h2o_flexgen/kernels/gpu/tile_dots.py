@@ -20,15 +20,14 @@ from torch import Tensor
 
 from h2o_flexgen.formats.grouped import TILE as TILE_OUTPUTS
 from h2o_flexgen.formats.grouped import Tiled, groups_of
+from h2o_flexgen.formats.kernel_sizes import DOT_OUTPUTS, DOT_PROGRAMS
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
 from h2o_flexgen.kernels.gpu.launching import Launch, Seen, Type, kept_by_shape, launcher, seen, type_of
 from h2o_flexgen.kernels.gpu.tile_product import tiles_of
 
 BITS = 4
-OUTPUTS = 64  # of a program
 ROWS, MOST_BLOCKS = 16, 4  # of a block; of a program
-PROGRAMS = 512  # keep any GPU busy
 LEAST_GROUPS = 8  # of inputs, for each of those that share them out
 JOINED = 512  # outputs that a program adds up
 WARPS, STAGES = 4, 3
@@ -61,7 +60,7 @@ def tile_dots(format: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor
 @kept_by_shape
 def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, outputs: int, bias: Type) -> _Product:
     assert bits == BITS, f"tiles of {bits} bits have words of another kind"
-    (rows, inputs), programs = shape, triton.cdiv(tiles_of(bits, data, outputs, shape[1]) * TILE_OUTPUTS, OUTPUTS)
+    (rows, inputs), programs = shape, triton.cdiv(tiles_of(bits, data, outputs, shape[1]) * TILE_OUTPUTS, DOT_OUTPUTS)
     blocks = min(MOST_BLOCKS, triton.next_power_of_2(triton.cdiv(rows, ROWS)))
     of_part = groups_of_part(groups_of(inputs), programs)
     parts = triton.cdiv(groups_of(inputs), of_part)
@@ -72,7 +71,7 @@ def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, out
         HAS_BIAS=bias is not None and parts == 1,
         BLOCKS=blocks,
         ROWS=ROWS,
-        OUTPUTS=OUTPUTS,
+        OUTPUTS=DOT_OUTPUTS,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -85,7 +84,7 @@ def product_of(bits: int, data: Seen, shape: torch.Size, dtype: torch.dtype, out
 
 def groups_of_part(groups: int, programs: int) -> int:
     """The groups of inputs that a program multiplies."""
-    parts = max(1, min(PROGRAMS // programs, groups // LEAST_GROUPS))
+    parts = max(1, min(DOT_PROGRAMS // programs, groups // LEAST_GROUPS))
     return -(-groups // parts)
 
 
