@@ -26,6 +26,7 @@ from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements, PlanSubject
 from h2o_flexgen.planning.search import (
     BUFFERS,
+    LARGER_PARTS,
     LATENCY,
     NEAR,
     WORTH_BUFFERS,
@@ -545,6 +546,17 @@ def test_prompts_of_a_mixture_are_computed_in_parts_in_which_an_expert_meets_man
     needs = [chosen.largest(replace(found.best.plan, prefill_tokens=tokens)).footprint.total(HOST) for tokens in (1024, 8192)]
     little = problem(**of_many, model=of_experts, limits=MemoryLimits(host=sum(needs) // 2))  # type: ignore[arg-type]
     assert search(little).best.plan.prefill_tokens in (1024, 2048, 4096)
+
+
+def test_an_accelerator_that_waits_for_launches_gets_larger_parts_of_prompts() -> None:
+    of_many = {"workload": Workload.uniform(256, 64, 4), "batch_sizes": (256,), "batches": (1,)}
+    launched = replace(SLOW, visit_seconds={"attention": 0.01, "mlp": 0.01}, part_seconds={"attention": 0.01, "mlp": 0.01})
+    beside, alone = (
+        search(problem(accelerator, **of_many, machine=on(launched, accelerator)))  # type: ignore[arg-type]
+        for accelerator in (True, False)
+    )
+    assert beside.best.plan.prefill_tokens == LARGER_PARTS * Plan.prefill_tokens
+    assert alone.best.plan.prefill_tokens == Plan.prefill_tokens
 
 
 # -- buffers --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.grouped import GROUP, Tiled
+from h2o_flexgen.formats.kernel_sizes import DOT_PROGRAMS
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu import tile_dots as module
 from h2o_flexgen.kernels.gpu.tile_dots import groups_of_part, place_of_input, product_of, tile_dots
@@ -82,7 +83,7 @@ def test_tiles_of_8_bits_are_refused(gpu: torch.device) -> None:
 def test_inputs_are_shared_out_whole(groups: int, programs: int) -> None:
     of_part = groups_of_part(groups, programs)
     parts = -(-groups // of_part)
-    assert (parts - 1) * of_part < groups <= parts * of_part and (parts == 1 or parts * programs <= module.PROGRAMS)
+    assert (parts - 1) * of_part < groups <= parts * of_part and (parts == 1 or parts * programs <= DOT_PROGRAMS)
 
 
 def test_threads_hold_whole_words() -> None:
