@@ -121,6 +121,7 @@ class LLM:
         device: str = "auto",
         gpu_mem: int | str | None = None,
         cpu_mem: int | str | None = None,
+        disk_mem: int | str | None = None,
         offload_dir: str | Path | None = None,
         prefix_dir: str | Path | None = None,
         prefix_dir_size: int | str = PREFIX_BYTES,
@@ -150,7 +151,7 @@ class LLM:
         searched = what_is_searched(asked, plan_options) if isinstance(percent, str) else None
         measures = plan is None and measures_heads(plan_options, dummy_weights, how[2])
         named = ModelRequest(source, source, dummy_weights, *how, lora_modules=loras_of(lora), measures_heads=measures)
-        site = SiteRequest(device, threads, gpu_mem, cpu_mem, offload_dir, prefix_dir, prefix_dir_size)
+        site = SiteRequest(device, threads, gpu_mem, cpu_mem, disk_mem, offload_dir, prefix_dir, prefix_dir_size)
         say = told_by_warnings if on_stage is None else told_by_stages
         self._hold(LoadedModel(OpenRequest(named, site, asked, trace), on_stage, say), searched)
         own.refuse_longer(self.spec.max_positions, self.name)

@@ -15,7 +15,6 @@ from h2o_flexgen.cli.output_files import check_picture
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.files import local_path
 from h2o_flexgen.core.option import flag_of, flags_written
-from h2o_flexgen.core.units import SIZE
 from h2o_flexgen.core.workload import PROMPTS, TOKENS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -49,7 +48,6 @@ class PlanRequest:
     num_prompts: int | None  # None: as many as make one block
     prompt_len: int
     gen_len: int
-    disk: str | None  # the most that is held there; None: all that is free
     plot: Path | None
     timeline: Path | None
     verbose: int
@@ -85,7 +83,6 @@ def request_of(flags: Namespace) -> PlanRequest:
         num_prompts=flags.num_prompts,
         prompt_len=flags.prompt_len,
         gen_len=flags.gen_len,
-        disk=flags.disk_mem,
         plot=flags.plot and local_path(flags.plot),
         timeline=flags.timeline and local_path(flags.timeline),
         verbose=flags.verbose,
@@ -163,7 +160,6 @@ def _add_plan(parser: Parser) -> None:
 
 def _add_search(parser: Parser) -> None:
     group = parser.add_search("search", "its memory is the limit where no other is given")
-    group.value("--disk-mem", "SIZE", "no more than this is held on disk (default: what the machine has free)", SIZE)
     priced = "search nothing: price the plan that --percent, the sizes and the other flags describe"
     group.truth("--evaluate", text=priced)
 

@@ -38,7 +38,7 @@ from h2o_flexgen.session.plan_finder import PlanFinder
 def work(request: PlanRequest) -> None:
     set_threads(request.site.of_each.threads)  # measurements and the memory of kernels depend on their number
     machines = MachineSource.at_site(request.machine, request.site, request.model.dtype)
-    shapes = ModelShapes(request.model, request.site, request.machine, request.disk)
+    shapes = ModelShapes(request.model, request.site, request.machine)
     if isinstance(plan := request.plan, Plan):
         found = PlanFinder(PlanRequirements(plan, attend_on=(plan.attend_on,)), shapes, machines).price(need_of(request))
     else:
@@ -164,8 +164,9 @@ class FoundReport:
         """What a limit on the disk does not count, if one was given: weights, which lie there already, or in a copy that later
         runs find. Random ones are written for each run, so that it counts them."""
         on_disk = placed_bytes(self.first)["weights"][DISK]
-        if self.request.disk is not None and on_disk and not self.problem.site.writes_weights:
-            uncounted = f"--disk-mem {self.request.disk} does not count {format_bytes(on_disk)} of weights"
+        limit = self.request.site.disk_mem
+        if limit is not None and on_disk and not self.problem.site.writes_weights:
+            uncounted = f"--disk-mem {limit} does not count {format_bytes(on_disk)} of weights"
             copied = "of .bin files and of weights that no file has as the plan keeps them"
             copy = f"a copy in the cache, which is made once, {copied}, and takes room of its own"
             yield told(f"{uncounted}: they are read from the checkpoint's own files, or from {copy}")

@@ -26,7 +26,8 @@ def parse_bytes(size: int | str) -> int:
     """Reads a size such as 16000000000, "16GB" or "14.9GiB"."""
     nbytes = size if isinstance(size, int) and not isinstance(size, bool) else _read(size)
     if not 0 < nbytes < MOST_BYTES:
-        raise ValueError(f"size {shown(size)} must be above 0 and below {format_bytes(MOST_BYTES)}")
+        wrong = "must be above 0" if nbytes <= 0 else "is more than files and memory can have"
+        raise ValueError(f"size {shown(size)} {wrong}; write it like 16GB or 8GiB")
     return int(nbytes)
 
 

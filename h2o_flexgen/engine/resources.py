@@ -60,7 +60,13 @@ def weighed_anew(limits: MemoryLimits) -> MemoryLimits:
     return replace(limits, host_base=bytes_to_begin_with())
 
 
-def disk_limit(offload_folder: Path, packing: Packing | None) -> int:
+def on_disk(limits: MemoryLimits, offload_folder: Path, packing: Packing | None, disk_mem: int | str | None) -> MemoryLimits:
+    """The limits with that of the disk. A user's own is not the folder's, and a larger disk would not raise it."""
+    free, asked = _free_on_disk(offload_folder, packing), math.inf if disk_mem is None else parse_bytes(disk_mem)
+    return replace(limits, disk=int(min(free, asked)), folder=offload_folder if free <= asked else None)
+
+
+def _free_on_disk(offload_folder: Path, packing: Packing | None) -> int:
     """The bytes that are free where KV and activations go, less what packed weights will take."""
     place = existing_folder(offload_folder)
     free = shutil.disk_usage(place).free

@@ -262,7 +262,7 @@ def _engine_options(
         if name not in taken:
             raise ValueError(f"unknown model argument {name!r}{did_you_mean(name, [*own, *taken])}")
     chosen = dict(options)
-    for name in ("cpu_mem", "gpu_mem"):
+    for name in ("cpu_mem", "gpu_mem", "disk_mem"):
         if isinstance(value := chosen.get(name), float):  # 8e9
             chosen[name] = int(value)
     if isinstance(percent := chosen.get("percent"), str) and percent != AUTO:

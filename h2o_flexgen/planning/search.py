@@ -587,9 +587,10 @@ def nearest_miss(problem: SearchProblem) -> str:
     if misses is None:
         return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
     more, tier, need, limit = min(misses)
+    larger = more_memory(problem.limits, tier, more, need)
     return (
         f"no plan fits: even one row with as much offloaded as helps needs {format_bytes(need)} {on_tier(tier)}, "
-        f"and the limit is {format_bytes(limit)}; {more_memory(tier, more, need)}{_told_less(problem, need, tier)}"
+        f"and the limit is {format_bytes(limit)}; {larger}{_told_less(problem, need, tier)}"
     )
 
 

@@ -112,7 +112,7 @@ def what_would_fit(asked: WorkloadPlan, limits: MemoryLimits) -> str:
     if not found:
         found = [_smaller_with_less(asked, limits, tier)]
     if tier == DISK and any(found):
-        found.append("an offload_dir with more room" if limits.folder else "more room on disk")
+        found.append("an offload_dir with more room" if limits.folder else "a larger disk_mem")
     if any(found):
         return "would fit: " + " or ".join(found)
     return f"no smaller batch or share fits: {_lacking(asked, limits, tier or HOST)}"
@@ -128,9 +128,7 @@ def _lacking(asked: WorkloadPlan, limits: MemoryLimits, tier: str) -> str:
         need = limits.needs(needed, least)
         misses.append((need - (limits.of(least) or 0), need, least, _smaller_by(one, asked.plan)))
     more, need, least, smaller_by = min(misses)
-    larger = more_memory(least, more, need)
-    if least == DISK and limits.folder:
-        larger = f"free {format_bytes(more)} more in {limits.folder}, or give an offload_dir on a larger disk"
+    larger = more_memory(limits, least, more, need)
     return f"the smallest needs {format_bytes(need)} {on_tier(least)}; {larger}{smaller_by}"
 
 
@@ -144,15 +142,15 @@ def _shares(plan: Plan) -> str:
     return "percent " + " ".join(f"{value:g}" for value in plan.percent)
 
 
-MEMORY_OPTIONS = {DEVICE: "gpu_mem", HOST: "cpu_mem"}
+MEMORY_OPTIONS = {DEVICE: "gpu_mem", HOST: "cpu_mem", DISK: "disk_mem"}
 MB = 10**6
 UNLIKE_BYTES = MB  # by which processes differ in what they hold by themselves: 0.12 MB were measured among six
 
 
-def more_memory(tier: str, more: int, need: int) -> str:
+def more_memory(limits: MemoryLimits, tier: str, more: int, need: int) -> str:
     """What to give where a plan that needs so much lacks so many bytes of it."""
-    if tier not in MEMORY_OPTIONS:
-        return f"give {format_bytes(more)} more {on_tier(tier)}"
+    if tier == DISK and limits.folder:
+        return f"free {format_bytes(more)} more in {limits.folder}, or give an offload_dir on a larger disk"
     told = enough(need)
     return f"give {format_bytes(more + told - need)} more {on_tier(tier)} ({MEMORY_OPTIONS[tier]}='{told // MB}MB', rounded up)"
 

@@ -28,8 +28,8 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.reports import OnStage, Stage, Stages
 from h2o_flexgen.engine.resources import (
     Packing,
-    disk_limit,
     keep_few_compiled_products,
+    on_disk,
     open_limits,
     set_threads,
     weighed_anew,
@@ -42,6 +42,7 @@ from h2o_flexgen.memory.host import FREED_BYTES, SharedWeights, give_back_freed,
 from h2o_flexgen.memory.memories import Memories, own_site
 from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.models import tensor_names
+from h2o_flexgen.planning.footprint import MemoryLimits
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanRequirements, PlanSubject
@@ -101,8 +102,7 @@ class LoadedModel:
             self.take_adapter(name, folder)
         self._prefix_folder = PrefixFolder.of(site, self.opened)
         limits = open_limits([self.device, *self.others], site.gpu_mem, site.cpu_mem)
-        limits = replace(limits, processes=site.gpus, folder=self.offload_folder)
-        self.limits = replace(limits, disk=disk_limit(self.offload_folder, self.packing))
+        self.limits = self._on_disk(replace(limits, processes=site.gpus))
         self._measure_heads(say)
 
     @property
@@ -136,8 +136,11 @@ class LoadedModel:
         self._take(plan)
         self.source.close()
         self._put_under_plan()
-        self.limits = replace(self.limits, disk=disk_limit(self.offload_folder, self.packing))
+        self.limits = self._on_disk(self.limits)
         self.weigh()
+
+    def _on_disk(self, limits: MemoryLimits) -> MemoryLimits:
+        return on_disk(limits, self.offload_folder, self.packing, self.request.site.disk_mem)
 
     @contextmanager
     def replanned(self, on_stage: OnStage | None) -> Iterator[None]:

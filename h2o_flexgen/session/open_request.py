@@ -145,6 +145,9 @@ class SiteRequest:
     cpu_mem: int | str | None = option(
         None, SIZE, "SIZE", "no more than this is held in CPU memory by the whole process (default: what is free)"
     )
+    disk_mem: int | str | None = option(
+        None, SIZE, "SIZE", "no more than this is held on disk: KV, activations and random weights (default: what is free)"
+    )
     offload_dir: str | Path | None = option(
         None,
         Rule(lambda path: path, "a path"),

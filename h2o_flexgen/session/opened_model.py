@@ -233,7 +233,6 @@ class ModelShapes:
     model: ModelRequest
     site: SiteRequest
     named: Machine | None  # None: this machine
-    disk: str | None  # the most that is held there; None: all that is free
     _opened: dict[Site, OpenedModel] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -271,7 +270,7 @@ class ModelShapes:
         return MemoryLimits(
             device=_size(site.gpu_mem, machine.device_bytes - left.get(DEVICE, 0)) if machine.has_accelerator else None,
             host=_size(site.cpu_mem, machine.host_bytes - left.get(HOST, 0)),
-            disk=_size(self.disk, machine.disk_bytes),
+            disk=_size(site.disk_mem, machine.disk_bytes),
             host_base=self._process_bytes,
             processes=site.gpus,
         )

@@ -378,6 +378,7 @@ def test_random_weights_on_disk_count_for_its_limit(command: Any) -> None:
     assert "on disk (weights " in command(*given, "5GB", model="facebook/opt-6.7b").error
     counted = command(*given, "20GB", model="facebook/opt-6.7b")
     assert counted.json["needed_bytes"]["disk"] > 13e9 and not any(line.startswith("--disk-mem") for line in counted.out)
+    assert counted.json["flags"][-2:] == ["--disk-mem", "20GB"], "a run has the same limit"
 
 
 def test_limits_above_what_a_machine_has_are_said(command: Any, machines: dict[str, Path]) -> None:

@@ -559,6 +559,16 @@ def test_a_limit_above_what_this_machine_has_is_said(command: Any, opt: Path, mo
         assert out and (line in out) is is_said
 
 
+@pytest.mark.parametrize("percent", [(0, 100, 0, 0, 0, 100), ("auto",)], ids=["given", "searched"])
+def test_a_run_is_limited_on_the_disk(command: Any, opt: Path, percent: tuple[object, ...]) -> None:
+    asked = ("--model", opt, *SMALL, "--percent", *percent, "--dry-run", "--disk-mem")
+    assert command(*asked, "1GB").status == 0
+    refused = command(*asked, "5kB", *(() if len(percent) > 1 else ("--cpu-mem", "1MB")))
+    assert refused.status == 2
+    if len(percent) > 1:
+        assert re.search(r"on disk \(.*\), the limit is 5\.00 kB; would fit: .* or a larger --disk-mem$", refused.error)
+
+
 def test_a_dry_run_knows_the_sizes_of_the_largest_models(command: Any) -> None:
     published = ("--percent", 0, 50, 0, 0, 0, 100, "--gpu-batch-size", 32, "--num-gpu-batches", 8)
     result = command("--model", "facebook/opt-175b", "--path", "_DUMMY_", *published, "--dry-run", "--cpu-mem", "100TB")

@@ -89,5 +89,5 @@ def test_a_plan_for_another_machine_asks_what_that_one_multiplies(types: tuple[s
         "0",
     )
     request = request_of(parse(flags))
-    site = ModelShapes(request.model, request.site, machine, None).subject_on(machine).site
+    site = ModelShapes(request.model, request.site, machine).subject_on(machine).site
     assert site.usual_dtype("bfloat16") == dtype and site.usual_dtype("float16") == "float16"

@@ -61,6 +61,11 @@ def test_a_size_is_a_plain_number_that_a_machine_could_have(size: int | str) -> 
     assert len(str(caught.value)) < 250
 
 
+def test_a_size_of_nothing_is_refused_plainly() -> None:
+    with pytest.raises(ValueError, match=r"^size '0' must be above 0; write it like 16GB or 8GiB$"):
+        SIZE.typed("0")
+
+
 @pytest.mark.parametrize("size", ["8", " 4096 ", "7.5", "1.5"])
 def test_a_small_number_in_a_text_lacks_its_unit(size: str) -> None:
     for read in (SIZE.typed, lambda text: SIZE.value("cpu_mem", text)):
