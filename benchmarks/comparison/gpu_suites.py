@@ -61,7 +61,7 @@ SMALL: Mapping[int, PlansByCase] = {
         (OPT_6, L): plan(RESIDENT, 512, 1, prefill_tokens=16384),
         (OPT_6, A): plan(RESIDENT, 1024, 1, prefill_tokens=16384),
         (OPT_30, L): plan((92, 8, 100, 0, 100, 0), 96, 1, buffers=3),
-        (OPT_30, A): plan((91, 9, 100, 0, 100, 0), 192, 1, buffers=3),  # with room for graphs
+        (OPT_30, A): plan((90, 10, 100, 0, 100, 0), 192, 1, buffers=3),  # with room for graphs
     },
 }
 SMALL_ON_HOST: Mapping[int, PlansByCase] = {

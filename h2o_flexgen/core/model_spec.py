@@ -235,7 +235,8 @@ class LayerSpec:
     experts: tuple[tuple[str, int], ...] = ()
     turns: ExpertTurns | None = None  # in which its experts come, if it has any
     part: str = ""  # what it is of its block, for people, where its functions do not say so
-    reads_back: bool = False  # what an accelerator does for it depends on values that it computes: no graph can have it
+    # a method of the model: whether what is launched for it depends on values that it computes, so that no graph can have it
+    reads_back: str = ""
     overwrites: bool = False  # what it makes takes the place of the hidden states that it is handed, where it may
 
     @property

@@ -282,6 +282,7 @@ class Engine:
         judges = [judges_of(self._spec, spec, plan, own) for spec, own in zip(specs, memories.of_devices)]
         self._judges = {layer: judge for of_device in judges for layer, judge in of_device.items()}
         self._lasting: PrefixStore | None = None  # of a block that is over, for the next one
+        self._known_to_read_back: dict[tuple[int, torch.Size, int], bool] = {}  # by layer, hidden states and buffer
 
     def load_adapters(self) -> None:
         """Loads the adapters of rows that are not loaded yet."""
@@ -594,10 +595,9 @@ class Engine:
         if cache is not None:
             cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         opened = self._states_for(visit, state).open(task, rows) if layer.states else NO_STATES
-        reads_back = layer.reads_back and self._memories.device.accelerator
-        is_of_graphs = not (reads_back or kv.chooses(visit))
         tries = bool(self._spec.state_layers) and (rows.follows_trial or bool(rows.parts[0].ahead))  # no graph does it
-        if state.graphs is not None and is_of_graphs and not tries and state.graphs.take(rows):
+        may_be_graph = state.graphs is not None and not kv.chooses(visit) and not tries and state.graphs.take(rows)
+        if state.graphs is not None and may_be_graph and not self._reads_back(visit, hidden):
             stores = weights, kv, self._states_for(visit, state)
             place = GraphPlace(visit.layer, *(store.buffer(visit) for store in stores))
             state.hidden.put(task, state.graphs.compute(place, visit, rows, hidden, self._captured(visit, cache, opened)))
@@ -608,6 +608,18 @@ class Engine:
         state.hidden.put(task, self._layer(visit, rows, hidden, of_rows, may_overwrite, room))
         if rows.prompt_tokens >= PROMPTS_WORTH_IT and self._widens_behind(task.layer):
             give_back_freed()  # this layer's working memory: the next layer needs memory for wider states
+
+    def _reads_back(self, visit: Visit, hidden: Tensor | None) -> bool:
+        """Whether an accelerator has to tell the processor something while it computes this layer. It is asked once for each
+        number of rows."""
+        layer = self._spec.layers[visit.layer]
+        if hidden is None or not (layer.reads_back and self._memories.device.accelerator):
+            return False
+        key = visit.layer, hidden.shape, self._weights_for(visit).buffer(visit)
+        if key not in self._known_to_read_back:
+            views = self._weights_for(visit).views(visit)
+            self._known_to_read_back[key] = base.reads_back(self._model, layer, hidden, views)
+        return self._known_to_read_back[key]
 
     def _choose(self, task: Task, state: _Progress) -> int:
         """Computes a layer up to its attention, and notes which slots the decode step of a batch will attend."""

@@ -161,6 +161,11 @@ def computed(model: Model, layer: LayerSpec, x: Tensor, weights: Weights, given:
     return x
 
 
+def reads_back(model: Model, layer: LayerSpec, x: Tensor, weights: Weights) -> bool:
+    """Whether what is launched for a layer on these hidden states depends on values that it computes."""
+    return bool(layer.reads_back) and bool(getattr(model, layer.reads_back)(x, weights))
+
+
 def logits(model: Model, layer: LayerSpec, hidden: Tensor, parts: Iterable[Weights]) -> Tensor:
     """The weights come once for each part of the vocabulary."""
     (name,) = layer.functions

@@ -177,7 +177,7 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         visits=tuple(visit for part in parts for visit in part.visits),
         passing_width=max(part.passing_width for part in parts),
         least_passing=max(part.least_passing for part in parts),
-        reads_back=any(part.reads_back for part in parts),
+        reads_back=next((part.reads_back for part in parts if part.reads_back), ""),
         turns=next((part.turns for part in parts if part.turns is not None), None),
     )
 

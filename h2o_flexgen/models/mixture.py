@@ -92,9 +92,9 @@ class Mixture:
         """The part of all tokens that an expert gets on average."""
         return self.chosen / self.experts
 
-    def rows_of_each(self, choices: Tensor) -> int:
-        """How many rows an expert gets on average where the tokens have these choices (tokens, chosen)."""
-        return ceil(choices.numel() / self.experts)
+    def rows_of_each(self, choices: int) -> int:
+        """How many rows an expert gets on average where the tokens have so many choices."""
+        return ceil(choices / self.experts)
 
     def slices(self, width: int) -> Iterator[range]:
         """The experts of each slice."""
@@ -181,7 +181,8 @@ class MixtureOfExperts(Decoder):
         visits = (MLP_VISIT,) * VISITS_OF_A_SLICE
         belongs = tuple((name, number) for number, its in experts.items() for name in its)
         made = replace(made, functions=names, experts=belongs, part=part, visits=visits, passing_width=passing)
-        made = replace(made, reads_back=True, least_passing=FEW_ROWS, overwrites=not (is_first or is_last))
+        waits = MixtureOfExperts.waits_for_choice.__name__
+        made = replace(made, reads_back=waits, least_passing=FEW_ROWS, overwrites=not (is_first or is_last))
         return replace(made, turns=_turns(len(own), mixture.chosen))
 
     def expert(self, number: int, width: int) -> layout.Parameters:
@@ -285,14 +286,19 @@ class MixtureOfExperts(Decoder):
                 self._add(state, asked, weights)
 
     def _asked(self, state: Routed, own: range, weights: Weights) -> Iterator[ExpertGroup]:
-        """What these experts are asked. Of few tokens nothing waits for what the router has chosen, where kernels can do so."""
-        is_read, each = RECORDER.get() is None and state.experts.numel() <= FEW_ROWS, self._mixture.rows_of_each(state.experts)
-        how = self._gating, self._traits.gated
-        if is_read and tensor_ops.counts_stay(state.normed, each, weights, EXPERTS, *how):
+        """What these experts are asked."""
+        if RECORDER.get() is None and not self.waits_for_choice(state.normed, weights):
             rows, to, shares, begins = gather_counted(state.chosen, state.normed, own)
             yield ExpertGroup(own, CountedRows(begins, len(own), len(state.experts)), rows, shares, to)
         else:
             yield from _asked(state, own)
+
+    def waits_for_choice(self, x: Tensor, weights: Weights) -> bool:
+        """Whether the processor has to know what the router has chosen for tokens x (..., width) before it launches products.
+        Of few tokens it does not, where kernels count the rows of each expert in memory."""
+        choices = x[..., 0].numel() * self._mixture.chosen
+        each, how = self._mixture.rows_of_each(choices), (self._gating, self._traits.gated)
+        return choices > FEW_ROWS or not tensor_ops.counts_stay(x, each, weights, EXPERTS, *how)
 
     def as_given(self, asked: ExpertGroup) -> ExpertGroup:
         """The rows as experts get them, and how much their outcomes count."""

@@ -242,10 +242,10 @@ def graph_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, guesses: bool =
     """Bytes for the values that all graphs work on: those of a decode step in the layer that needs most."""
     spec, levels = kv.spec, LevelHeads.of(kv, number)
     decode = _decode_bytes(spec, plan, levels, site, guesses and not site.accelerator)
-    if site.accelerator:
-        return decode
-    rows = max(kv.block.batches[number].size, 1 + GUESSED_AT_ONCE[-1] if guesses else 1)
+    rows = max(kv.block.batches[number].size, 1 + GUESSED_AT_ONCE[-1] if guesses and not site.accelerator else 1)
     passing = max(width * max(rows, least) for width, least in spec.passing_widths) * spec.itemsize
+    if site.accelerator:
+        return decode + passing
     if any(turns.most(rows) > turns.recorded(rows) for turns, _ in spec.turns):
         passing *= 2  # what is left behind the recorded turns is computed beside their room
     heads = 4 * _values_of_heads(spec) * FLOAT_BYTES

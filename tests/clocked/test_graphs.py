@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.clocked.checker import Checker
 from tests.clocked.device import ClockedDevice
 from tests.clocked.tensor import NAME
+from tests.clocked.test_launches import STANDING_IN
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, compare_each_alone, generate_with
-from tests.helpers.samples import every_nth
+from tests.helpers.samples import every_nth, first_of
 
 STAYING, MOVING = (100, 0, 100, 0, 100, 0), (0, 50, 100, 0, 100, 0)  # all weights are there, or come through buffers
 SCHEDULES = ("zigzag", "row_by_row", "flexgen_barrier")
@@ -64,6 +66,33 @@ def test_rows_that_come_and_go_take_new_graphs(
         done = sorted(llm.generate_stream(requests), key=lambda each: each.index)
         compare_each_alone(case, limits, by_twins, done)
         assert llm.stats is not None and llm.stats.replayed > 0
+
+
+@pytest.mark.parametrize(
+    "mixture", first_of([("olmoe", MOVING), ("gemma4", STAYING), ("gpt-oss", MOVING), ("nemotron-h", STAYING)], 1)
+)
+@pytest.mark.parametrize("counts", [True, False])
+def test_experts_are_captured_where_memory_counts_their_rows(
+    mixture: tuple[str, tuple[float, ...]],
+    counts: bool,
+    by_twins: Checkpoints,
+    offload: Path,
+    checker: Checker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of few rows, those experts alone are fetched that a router has chosen: it tells so behind its graph."""
+    monkeypatch.setattr(by_twins, "resident", {})  # what stands in for kernels has bits of its own
+    chosen = operations.chosen
+    if counts:
+        monkeypatch.setattr(operations, "chosen", lambda op, *of, **more: STANDING_IN.get(op) or chosen(op, *of, **more))
+    case = Case(*mixture, (9, 8), 7, num_gpu_batches=1, device=NAME)
+    with case.open(by_twins, offload, graphs="on") as llm:
+        compare(case, by_twins, *generate_with(llm, case))
+        assert llm.stats is not None
+        run, layers = llm.stats.last_block, llm.spec.layers
+    with_graphs = [layer for layer in layers if not layer.makes_logits and (counts or not layer.reads_back)]
+    replays, others = divmod(run.replayed, len(with_graphs))
+    assert others == 0 and replays > 1, "each layer has as many"
 
 
 def test_what_a_gpu_refuses_to_capture_is_refused(checker: Checker) -> None:
