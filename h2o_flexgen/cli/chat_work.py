@@ -231,14 +231,17 @@ class Chat:
         """What is said of the model and its plan before a talk, and stays as it is."""
         extent, policy, budgets = self.talk.extent, llm.plan.policy, llm.plan.head_budgets
         ends = "no limit" if extent.is_endless else f"up to {extent.context} tokens of text"
-        of_head = "a head" if budgets is None else f"at most a head, by head budgets {budgets.checksum}"
+        average, share = extent.slots_on_average, extent.slots_on_average / extent.context
+        by_head = f"at most a head and {average:.0f} on average ({100 * share:.3g} % of {extent.context} tokens)"
+        of_head = "a head" if budgets is None else f"{by_head}, by head budgets {budgets.checksum}"
         recalled = "" if policy.recall == ALL else f", of which a step attends {100 * policy.recall:g} %"
         yield entry(
             llm.name,
             f"KV policy {as_asked(policy)}, {extent.slots} slots {of_head}{recalled}, {ends}; weights {_placed(llm)}",
             model=llm.name,
             percent=list(llm.plan.percent),
-            kept={"policy": policy.name, "asked": asked_of(policy), "slots": extent.slots, "context": extent.context},
+            kept={"policy": policy.name, "asked": asked_of(policy), "slots": extent.slots, "context": extent.context}
+            | {"share": round(share, 4)},
             head_budgets=None if budgets is None else budgets.as_json(),
             endless=extent.is_endless,
         )

@@ -96,6 +96,12 @@ class Extent:
         return max(self._slots)
 
     @property
+    def slots_on_average(self) -> float:
+        """The same of all heads of all layers."""
+        heads = [sum(map(len, level.heads)) for level in self.levels]
+        return sum(count * slots for count, slots in zip(heads, self._slots, strict=True)) / sum(heads)
+
+    @property
     def _slots(self) -> Sequence[int]:
         """The same for each level."""
         batch = Batch((0,), (1,), context=self.context)

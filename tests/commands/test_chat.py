@@ -26,10 +26,12 @@ from h2o_flexgen.cli import chat_request, chat_work, run_request
 from h2o_flexgen.cli.report.summary import peaks_entry
 from h2o_flexgen.cli.terminal import printable
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.policies.head_budgets import write_head_budgets
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import PlainStyle
 from tests.checkpoints.test_adapters import matrices_of, save_adapter, values_in
 from tests.helpers.commands import called
+from tests.helpers.contract import head_budgets, kv_heads, kv_layers
 from tests.helpers.patience import PATIENCE_SECONDS
 from tests.helpers.planted import CPU_MEM, OVER, SAID, plant_a_peak
 from tests.helpers.signals import as_in_a_terminal
@@ -114,6 +116,20 @@ def test_a_talk_says_what_was_asked_of_its_policy(talk: Any, flags: tuple[str, .
     _, out, _ = talk(["ab"], *flags)
     assert out[0].split(": KV policy ")[1].startswith(said)
     assert [*json.loads(out[-1])["kept"]["asked"]] == asked
+
+
+def test_a_talk_with_head_budgets_says_what_heads_keep_at_most_and_on_average(talk: Any, llama: Path, tmp_path: Path) -> None:
+    heads, layers = kv_heads("llama-gqa"), kv_layers("llama-gqa")
+    shares = tuple(tuple(0.5 if head == layer == 0 else 0.1 for head in range(heads)) for layer in range(layers))
+    budgets = head_budgets(shares, heads)
+    write_head_budgets(budgets, tmp_path / "heads.json")
+    asked = ("--kv-policy", "h2o", "--kv-budget", f"{budgets.budgets[0]}", "--head-budgets", str(tmp_path / "heads.json"))
+    _, out, errors = talk(["ab"], *asked)
+    assert errors == []
+    kept = json.loads(out[-1])["kept"]
+    average = (64 + 12 * (heads * layers - 1)) / (heads * layers)
+    said = f"64 slots at most a head and {average:.0f} on average ({100 * average / 128:.3g} % of 128 tokens), by head budgets "
+    assert said in out[0] and kept["slots"] == 64 and kept["share"] == pytest.approx(average / 128, abs=1e-4)
 
 
 def test_all_turns_have_the_adapter_that_is_given(talk: Any, llama: Path, tmp_path: Path) -> None:
