@@ -42,7 +42,7 @@ def test_guessed_tokens_are_told_where_there_are_any() -> None:
     assert "drafts" not in document_of(figures().entries())
     entries = [*figures(tick=replace(TICK, proposed_tokens=10, accepted_tokens=4)).entries()]
     assert document_of(entries)["drafts"] == {"proposed": 10, "accepted": 4, "tokens_per_pass": 3.333}
-    assert "drafts    4 of 10 guessed tokens were right; 3.33 tokens a pass" in lines_of(entries)
+    assert "drafts    4 of 10 guessed tokens were right; 3.33 tokens a pass, of all its rows together" in lines_of(entries)
 
 
 def test_before_anything_is_known_nothing_is_foretold() -> None:

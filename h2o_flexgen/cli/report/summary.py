@@ -218,10 +218,10 @@ def prefix_files_entry(counts: PrefixFileCounts) -> Entry:
 
 
 def drafts_entry(drafted: Drafted, tokens: int, passes: int) -> Entry:
-    """The tokens that were guessed; `tokens` of all rows were generated in so many passes."""
+    """The tokens that were guessed; `tokens` of all rows were generated in so many passes, each of which computes all rows."""
     per_pass = tokens / max(1, passes)
     values = {**drafted._asdict(), "tokens_per_pass": round(per_pass, 3)}
-    return entry("drafts", f"{guessed(drafted)}; {per_pass:.2f} tokens a pass", drafts=values)
+    return entry("drafts", f"{guessed(drafted)}; {per_pass:.2f} tokens a pass, of all its rows together", drafts=values)
 
 
 def guessed(drafted: Drafted) -> str:
