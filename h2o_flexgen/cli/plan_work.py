@@ -23,6 +23,7 @@ from h2o_flexgen.engine.resources import set_threads
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.machine import BORROWED
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.plan_requirements import PlanNeed, PlanRequirements
 from h2o_flexgen.planning.predict import BlockPrediction, Prediction, sampled_steps, sum_of_steps
@@ -77,6 +78,7 @@ def _draw(report: FoundReport) -> None:
 
 # -- the report ------------------------------------------------------------------------------------------------------------
 
+SMALL_RATES = dict(zip(BORROWED, ("small reads", "small writes"), strict=True))
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares CPU memory"}
 BINDS = 0.9  # share of a limit below which something else than memory holds a plan back
 MORE = 0.1  # share of memory that is added to see its effect
@@ -178,8 +180,9 @@ class FoundReport:
             pace = f"chosen KV crosses the link at {CHOSEN_LINK_PACE:g} of its rate"
             yield entry("assumed", f"{pace}: no machine has figures of that")
         if machine.borrowed and any(traffic.in_pages(*place) for place in traffic.kv):
-            rates = f"{machine.small_reads_per_s:,.0f} small reads and {machine.small_writes_per_s:,.0f} small writes a second"
-            yield entry("assumed", f"{rates} of the disk, as one machine has: {machine.name} has no figures of its own")
+            rates = (f"{getattr(machine, name):,.0f} {SMALL_RATES[name]}" for name in machine.borrowed)
+            lacking = f"{machine.name} has no {'figure' if len(machine.borrowed) == 1 else 'figures'} of its own"
+            yield entry("assumed", f"{' and '.join(rates)} a second of the disk, as one machine has: {lacking}")
 
     def _expected(self) -> Iterator[Entry]:
         one, prediction, gpus = self.found.best, self.found.best.prediction, self.request.site.gpus

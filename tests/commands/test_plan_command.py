@@ -202,6 +202,17 @@ def test_rates_of_small_reads_that_were_not_measured_are_said_where_they_count(c
         assert any(line.startswith(said) for line in command(*flags, on_host, 0, 100).out) is is_said
 
 
+@pytest.mark.parametrize(("lacking", "said"), [(BORROWED[:1], "92,000 small reads"), (BORROWED[1:], "50,000 small writes")])
+def test_only_rates_that_were_not_measured_are_said_to_be_another_machines(
+    command: Any, machines: dict[str, Path], tmp_path: Path, lacking: tuple[str, ...], said: str
+) -> None:
+    replace(Machine.load(machines["cpu"]), borrowed=lacking).save(tmp_path / "machine.yaml")
+    flags = (*WORK, "--evaluate", "--kv-recall", 0.5, "--percent", 0, 100, 0, 0, 0, 100)
+    told = command(*flags, machine=tmp_path / "machine.yaml").out
+    line = f"assumed   {said} a second of the disk, as one machine has: slow-cpu has no figure of its own"
+    assert [one for one in told if one.startswith("assumed")] == [line]
+
+
 def test_a_rate_that_no_machine_has_is_said_where_it_counts(command: Any, machines: dict[str, Path]) -> None:
     said = "assumed   chosen KV crosses the link at 0.5 of its rate: no machine has figures of that"
     for recall, on_gpu, beside, is_said in (
