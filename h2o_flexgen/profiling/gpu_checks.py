@@ -55,12 +55,25 @@ def outlived_check(device: torch.device | str) -> str | None:
 
 
 def keep_check(device: torch.device | str, plans: int, graph_bytes: int) -> Path:
-    """Keeps that so many plans were found to hold with graphs, and what a graph takes."""
-    file = check_file(device)
-    found = {"plans": plans, "graph_bytes": graph_bytes, "checked": time.strftime("%Y-%m-%d %H:%M"), **what_is_checked(device)}
+    """Keeps that so many plans were found to hold with graphs, and what a graph takes, in place of the checks of other code."""
+    file, own = check_file(device), what_is_checked(device)
+    found = {"plans": plans, "graph_bytes": graph_bytes, "checked": time.strftime("%Y-%m-%d %H:%M"), **own}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps(found, indent=1) + "\n")
+    for other in _checks_of(own["gpu"]):
+        if other != file and _is_of_these_libraries(other, own):
+            other.unlink(missing_ok=True)
     return file
+
+
+def _is_of_these_libraries(file: Path, own: Mapping[str, str]) -> bool:
+    """Whether a kept check differs in nothing but the code. With other libraries it is another environment's; a damaged one is
+    of no use to any."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return all(kept[part] == now for part, now in own.items() if part != CODE)
+    except NOT_KEPT:
+        return True
 
 
 def take_checks(places: Iterable[Path], folder: Path) -> None:

@@ -42,6 +42,16 @@ def test_what_is_kept_is_found_until_it_is_forgotten() -> None:
     assert kept_graph_bytes("cpu") is None and kept_graph_bytes("a device that torch does not know") is None
 
 
+@pytest.mark.parametrize("part", ["driver", "torch", "triton", "code"])
+def test_a_check_takes_the_place_of_those_of_other_code_alone(part: str, change: Callable[[str], object]) -> None:
+    earlier = keep_check("cpu", 74, 70_000)
+    change(part)
+    latest = keep_check("cpu", 74, 80_000)
+    assert set(latest.parent.iterdir()) == ({latest} if part == "code" else {earlier, latest})
+    earlier.write_text("damaged")
+    assert keep_check("cpu", 74, 80_000) == latest and list(latest.parent.iterdir()) == [latest]
+
+
 @pytest.mark.parametrize("damaged", ["", "{}", "[1]", '{"graph_bytes": "many"}'])
 def test_a_damaged_file_is_none(damaged: str) -> None:
     keep_check("cpu", 74, 70_000).write_text(damaged)
