@@ -42,6 +42,7 @@ from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.session.plan_finder import PlanFinder
 from h2o_flexgen.text.dialogue import Style, choose_style
 
+FOR_GOOD = "none of them can be run: mend their lines, and run these as a job of their own"
 SOME_FAILED = 1  # exit status of a job that has come to its end with errors among its records
 
 
@@ -75,6 +76,7 @@ class FinishedJob:
     output: Path
     requests: int
     failed: int
+    cannot_run: int  # of those that failed: whatever is tried again, they fail again
     seed: int
     ran: RequestSizes  # of the requests of the last run
     figures: JobFigures | None  # None: nothing was left to be run
@@ -101,7 +103,9 @@ class FinishedJob:
     def exit_if_failed(self) -> None:
         if self.failed:
             told = f"{self.failed} of {self.requests} requests failed: their records in {self.output} have an error"
-            print(f"{told}; {RETRY} runs them again", file=sys.stderr)
+            some = "them" if not self.cannot_run else f"the {self.failed - self.cannot_run} that could be run"
+            again = f"{RETRY} runs {some} again" if self.failed > self.cannot_run else FOR_GOOD
+            print(f"{told}; {again}", file=sys.stderr)
             raise SystemExit(SOME_FAILED)
 
 
@@ -257,7 +261,7 @@ class BatchJob:
         figures = run.to_the_end() if len(self.left.sizes) else None
         finished, machine = output.finished, describe_machine(self.llm.device)
         peaks = None if self.llm.stats is None else self.llm.stats.peaks
-        counts = len(self.left.index), finished.num_failed
+        counts = len(self.left.index), finished.num_failed, self.left.index.num_refused + len(self.left.refused)
         of_prefixes = self.llm.loaded.prefix_counts
         ended = FinishedJob(output.path, *counts, manifest.seed, self.left.sizes, figures, machine, peaks, of_prefixes)
         replace(manifest, result=ended.result).write(self.request.files.manifest)

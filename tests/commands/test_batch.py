@@ -21,6 +21,7 @@ from unittest.mock import patch
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams, batch
+from h2o_flexgen.cli.batch_work import FOR_GOOD
 from h2o_flexgen.jobs.output import JobOutput, waiting_file
 from h2o_flexgen.profiling import profile_cache
 from h2o_flexgen.sampling.sampler import Sampler
@@ -233,7 +234,7 @@ def test_bad_lines_are_recorded_and_the_others_run(command: Any, out: Path, tmp_
     file = write(tmp_path / "in.jsonl", lines)
     result = command("-i", file, "-o", out, *IN_MEMORY, "--skip-invalid")
     assert result.status == 1
-    assert result.said == [f"3 of 5 requests failed: their records in {out} have an error; --retry-errors runs them again"]
+    assert result.said == [f"3 of 5 requests failed: their records in {out} have an error; {FOR_GOOD}"]
     found = records(out)
     assert {name for name, record in found.items() if record["error"]} == {"line-1", "refused-line-4", "bad"}
     assert found["refused-line-4"]["error"]["message"].startswith("line 4: its custom_id 'r0' is that of line 2, too")
@@ -244,7 +245,7 @@ def test_bad_lines_are_recorded_and_the_others_run(command: Any, out: Path, tmp_
 def test_what_the_model_cannot_do_is_the_error_of_that_line(command: Any, out: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "x" * POSITIONS}, {"prompt": [5, 9999]}, {"prompt": "fine"}, {"prompt": "x", "stop_token_ids": [500]}]
     result = command("-i", write(tmp_path / "in.jsonl", lines), "-o", out, *IN_MEMORY)
-    assert result.status == 1
+    assert result.status == 1 and result.said[-1].endswith(f"have an error; {FOR_GOOD}")
     said = {name: record["error"]["message"] for name, record in records(out).items() if record["error"]}
     assert set(said) == {"line-1", "line-2", "line-4"}
     assert said["line-1"].startswith(f"line 1: the prompt has {POSITIONS} tokens and 32 are to be generated")
@@ -285,6 +286,17 @@ def test_a_request_that_breaks_fails_alone(
     assert all(record == whole[name] for name, record in found.items() if name not in said)
     monkeypatch.undo()
     assert command("-i", file, "-o", other, *IN_MEMORY, "--retry-errors", *order).status == 0 and records(other) == whole
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"), [((), "them"), (("{",), "the 1 that could be run")], ids=["alone", "beside a bad line"]
+)
+def test_only_what_may_succeed_is_advised_to_run_again(
+    command: Any, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: tuple[str, ...], said: str
+) -> None:
+    break_requests(monkeypatch, 1)
+    result = command("-i", write(tmp_path / "in.jsonl", [*requests(3), *bad]), "-o", out, *IN_MEMORY, "--skip-invalid")
+    assert result.status == 1 and result.said[-1].endswith(f"have an error; --retry-errors runs {said} again")
 
 
 def test_a_file_of_nothing_but_errors_needs_no_plan(command: Any, out: Path, tmp_path: Path) -> None:
