@@ -12,6 +12,8 @@ SHORT, LIKENESS_OF_SHORT = 3, 2 / 3  # of names of so many characters one may be
 LONGEST_VALUE = 80  # characters of a value in a message
 LONGEST_WORD = 200  # characters of any other word in a message: names of files are long
 QUOTED = re.compile(rf"(?P<quote>['\"`])(?P<text>[^'\"`]{{{LONGEST_WORD + 1},}})(?P=quote)")
+IN_JSON = {"None": "null", "True": "true", "False": "false"}
+OF_PYTHON = re.compile(rf"""(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?<![\w/.-])(?:{"|".join(IN_JSON)})(?![\w/-]|\.\w)""")
 WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
@@ -62,6 +64,11 @@ def shortened(message: str) -> str:
     """The message with every quotation and every word cut to a readable length."""
     message = QUOTED.sub(lambda found: _ends(found["text"], found["quote"]), message)
     return WORD.sub(lambda found: _ends(found[0]), message)
+
+
+def as_in_json(message: str) -> str:
+    """The message about what came as JSON, with null, true and false as they are written there. Texts stay as they are."""
+    return OF_PYTHON.sub(lambda found: IN_JSON.get(found[0], found[0]), message)
 
 
 def not_installed(what: str, extra: str) -> str:

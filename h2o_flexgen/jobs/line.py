@@ -13,7 +13,7 @@ from stat import S_ISREG
 from typing import NamedTuple, TypeAlias
 
 from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, local_path, parse_json
-from h2o_flexgen.core.hints import reason, refuse_unknown, shown
+from h2o_flexgen.core.hints import as_in_json, reason, refuse_unknown, shown
 from h2o_flexgen.jobs.line_fields import (
     CLASSIFY,
     PAIRS,
@@ -151,7 +151,7 @@ class BadLine(ValueError):
     """What is wrong with a line, and its id if that could be read."""
 
     def __init__(self, reason: str, custom_id: str | None = None) -> None:
-        super().__init__(reason)
+        super().__init__(as_in_json(reason))
         self.custom_id = custom_id
 
 

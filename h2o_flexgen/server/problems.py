@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import as_in_json, shown
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.jobs.openai_answers import Said, error_body
 
@@ -26,7 +26,7 @@ class ApiProblem:
 
     @property
     def body(self) -> Said:
-        return error_body(self.message, self.kind, self.code, self.param)
+        return error_body(as_in_json(self.message), self.kind, self.code, self.param)
 
 
 class Refused(Exception):

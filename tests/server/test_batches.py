@@ -145,7 +145,7 @@ def test_bad_lines_are_named_and_nothing_is_run(server: Served, client: OpenAI) 
         5: (json.dumps(line("d", {"prompt": "x", "model": "tinny"})), "the model 'tinny' is not here; ask for 'tiny'"),
         6: (json.dumps(line("0", {"prompt": "x"})), "its custom_id '0' is that of line 1, too"),
         7: (json.dumps(line("f", {"prompt": "x", "n": 200})), "n is 200; allowed is 128 at most"),
-        8: (json.dumps(line("g", {"prompt": "x", "stream": True})), "stream is True; records come whole"),
+        8: (json.dumps(line("g", {"prompt": "x", "stream": True})), "stream is true; records come whole"),
         9: (json.dumps(line("h", {"prompt": ["x", "y"]})), "prompt is a list of 2 prompts; write a line for each"),
         10: (json.dumps(line("i", {"prompt": "x" * 3000})), "it is longer than 2.00 kB"),
     }
@@ -191,7 +191,7 @@ def test_a_request_that_is_too_long_has_an_error_of_its_own(server: Served, clie
     [
         ({"completion_window": "1h"}, 400, "completion_window is '1h'; allowed is \"24h\""),
         ({"endpoint": "/v1/images"}, 400, "endpoint is '/v1/images'; allowed is"),
-        ({"input_file_id": None}, 400, "input_file_id is None; allowed is the id of a file"),
+        ({"input_file_id": None}, 400, "input_file_id is null; allowed is the id of a file"),
         ({"input_file_id": "file-x"}, 404, "there is no file 'file-x'"),
         ({"metadata": {"a": 1}}, 400, "metadata is {'a': 1}; allowed are 16 texts of 512 characters"),
         ({"metadata": {str(key): "" for key in range(17)}}, 400, "metadata is {"),

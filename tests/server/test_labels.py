@@ -117,7 +117,7 @@ def numbers(one: dict[str, Any]) -> list[float]:
         ("/classify", {"input": None}, "input", "input is missing"),
         ("/classify", {"input": "a", "pooling": "mean"}, "pooling", "unknown field 'pooling'"),
         ("/classify", {"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "it is called truncate"),
-        ("/v1/score", {"text_1": "a"}, None, "text_2 is None; it is a text"),
+        ("/v1/score", {"text_1": "a"}, None, "text_2 is null; it is a text"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "text_1 has 2 texts and text_2 has 1"),
         ("/v1/rerank", {"query": "a"}, None, "documents is missing"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", "documents is empty"),

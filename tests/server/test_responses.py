@@ -242,8 +242,8 @@ def test_an_answer_that_breaks_off_ends_with_an_event(demo: LLM) -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unknown field 'previous_response_id': nothing is kept"),
     ({"conversation": "conv_1"}, "conversation", "unknown field 'conversation': nothing is kept"),
-    ({"store": True}, "store", "store is True; nothing is kept between requests"),
-    ({"background": True}, "background", "background is True; answers come at once"),
+    ({"store": True}, "store", "store is true; nothing is kept between requests"),
+    ({"background": True}, "background", "background is true; answers come at once"),
     ({"truncation": "auto"}, "truncation", "truncation is 'auto'; nothing of a chat is left out"),
     ({"include": ["reasoning.encrypted_content"]}, "include", "include is ['reasoning.encrypted_content']; all that there"),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs is 2; log-probabilities are those of /v1/chat/completions"),
@@ -266,7 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"text": {"format": {"type": "json_schema", "name": "x"}}},
         "text",
-        "text.format.schema is None; allowed is a JSON schema",
+        "text.format.schema is null; allowed is a JSON schema",
     ),
     (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}}},

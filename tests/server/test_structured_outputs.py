@@ -118,7 +118,7 @@ def test_any_object(client: OpenAI) -> None:
     ("body", "param", "begin"),
     [
         ({"response_format": {"type": "xml"}}, "response_format", "response_format.type 'xml' is unknown; known: text"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "response_format.json_schema is None; write"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "response_format.json_schema is null; write"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
             "response_format",
