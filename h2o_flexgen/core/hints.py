@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from reprlib import Repr
 
@@ -69,6 +70,26 @@ def shortened(message: str) -> str:
 def as_in_json(message: str) -> str:
     """The message about what came as JSON, with null, true and false as they are written there. Texts stay as they are."""
     return OF_PYTHON.sub(lambda found: IN_JSON.get(found[0], found[0]), message)
+
+
+class Mistakes:
+    """What is wrong with things that are read one without the other, to be said in one line."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, ValueError] = {}  # each once
+
+    @contextmanager
+    def noted(self, worded: Callable[[str], str] = str) -> Iterator[None]:
+        """A context that ends at the first mistake in it. `worded`: how it is said."""
+        try:
+            yield
+        except ValueError as error:
+            self._found.setdefault(worded(str(error)), error)
+
+    def refuse(self) -> None:
+        """Refuses all of it, if anything is wrong."""
+        if self._found:
+            raise ValueError("; also ".join(self._found)) from next(iter(self._found.values()))
 
 
 def not_installed(what: str, extra: str) -> str:

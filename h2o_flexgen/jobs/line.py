@@ -13,7 +13,7 @@ from stat import S_ISREG
 from typing import NamedTuple, TypeAlias
 
 from h2o_flexgen.core.files import DOCUMENT, JSON_LINES, local_path, parse_json
-from h2o_flexgen.core.hints import as_in_json, reason, refuse_unknown, shown
+from h2o_flexgen.core.hints import Mistakes, as_in_json, reason, refuse_unknown, shown
 from h2o_flexgen.jobs.line_fields import (
     CLASSIFY,
     PAIRS,
@@ -179,24 +179,38 @@ class LineReader:
         return self._read_object(given)
 
     def _read_object(self, given: dict[str, object]) -> Line:
-        custom_id = None
+        mistakes, custom_id = Mistakes(), None
+        with mistakes.noted():
+            custom_id = _custom_id(given.get(CUSTOM_ID))
+        rest = {name: value for name, value in given.items() if name != CUSTOM_ID}
         try:
-            custom_id = _custom_id(given.pop(CUSTOM_ID, None))
-            if any(name in given for name in ENVELOPE):
-                return self._read_envelope(custom_id, given)
-            if self.url is not None:
-                raise ValueError(f"it is no request of a batch; write an object with {', '.join(ENVELOPE)}")
-            return self._read_body(custom_id, given, given.get(MESSAGES) is not None)
+            if any(name in rest for name in ENVELOPE):
+                return replace(self._read_envelope(given, mistakes), custom_id=custom_id)
+            with mistakes.noted():
+                if self.url is not None:
+                    raise ValueError(f"it is no request of a batch; write an object with {', '.join(ENVELOPE)}")
+                line = self._read_body(rest, rest.get(MESSAGES) is not None)
+            mistakes.refuse()
+            return replace(line, custom_id=custom_id)
         except ValueError as error:
             raise BadLine(str(error), custom_id) from error
 
-    def _read_envelope(self, custom_id: str | None, given: Mapping[str, object]) -> Line:
-        refuse_unknown("field", given, ENVELOPE, {})
-        if custom_id is None:
-            raise ValueError(f"{CUSTOM_ID} is missing, by which its record is known")
-        if given.get("method", "POST") != "POST":
-            raise ValueError(f'method is {shown(given["method"])}; only "POST" is known')
-        url, body = given.get("url"), given.get(BODY)
+    def _read_envelope(self, given: Mapping[str, object], mistakes: Mistakes) -> Line:
+        """Reads the parts one without the other, and refuses all mistakes, with those that were noted before."""
+        with mistakes.noted():
+            refuse_unknown("field", given, ENVELOPE, {})
+        with mistakes.noted():
+            if given.get(CUSTOM_ID) is None:
+                raise ValueError(f"{CUSTOM_ID} is missing, by which its record is known")
+        with mistakes.noted():
+            if given.get("method", "POST") != "POST":
+                raise ValueError(f'method is {shown(given["method"])}; only "POST" is known')
+        with mistakes.noted():
+            line = self._read_for(given.get("url"), given.get(BODY))
+        mistakes.refuse()
+        return line
+
+    def _read_for(self, url: object, body: object) -> Line:
         if not isinstance(url, str) or url not in EVERY_URL:
             raise ValueError(f"url is {shown(url)}; known are {URLS}")
         if self.url not in (None, url):
@@ -205,20 +219,20 @@ class LineReader:
             raise ValueError(f"{BODY} is {shown(body)}; it is the request, an object")
         if url in READING:
             name = INPUT if url not in PAIRS else PAIRS[url][0]
-            return _only(custom_id, name, (self.read_inputs or read_inputs)(url, self._named(body)))
-        return self._read_body(custom_id, body, url == CHAT)
+            return _only(name, (self.read_inputs or read_inputs)(url, self._named(body)))
+        return self._read_body(body, url == CHAT)
 
-    def _read_body(self, custom_id: str | None, body: Mapping[str, object], is_chat: bool) -> Line:
-        return _only(custom_id, PROMPT, (self.read_body or read_body)(self._named(body), is_chat, self.defaults))
+    def _read_body(self, body: Mapping[str, object], is_chat: bool) -> Line:
+        return _only(PROMPT, (self.read_body or read_body)(self._named(body), is_chat, self.defaults))
 
     def _named(self, body: Mapping[str, object]) -> Mapping[str, object]:
         return body if self.names is None else self.names.read(body)
 
 
-def _only(custom_id: str | None, name: str, lines: Sequence[Line]) -> Line:
+def _only(name: str, lines: Sequence[Line]) -> Line:
     if len(lines) > 1:
         raise ValueError(f"{name} is a list of {len(lines)} prompts; write a line for each")
-    return replace(lines[0], custom_id=custom_id)
+    return lines[0]
 
 
 ReadInputs: TypeAlias = Callable[[str, Mapping[str, object]], list[Line]]
@@ -251,10 +265,14 @@ def read_body(body: Mapping[str, object], is_chat: bool, defaults: Options) -> l
     if body.get(other) is not None:
         raise ValueError(f"{other} stands beside {wanted}" if given is not None else f"{other} is for the other url")
     rest = {name: value for name, value in body.items() if name not in (wanted, other)}
-    options = read_options(rest, is_chat, defaults, beside=(wanted, other))
-    if given is None:
-        raise ValueError(f"{wanted} is missing; {BODIES}")
-    prompts = [read_chat(MESSAGES, given)] if is_chat else _prompts(PROMPT, given)
+    mistakes = Mistakes()
+    with mistakes.noted():
+        options = read_options(rest, is_chat, defaults, beside=(wanted, other))
+    with mistakes.noted():
+        if given is None:
+            raise ValueError(f"{wanted} is missing; {BODIES}")
+        prompts = [read_chat(MESSAGES, given)] if is_chat else _prompts(PROMPT, given)
+    mistakes.refuse()
     return [Line(None, prompt, is_chat, options) for prompt in prompts]
 
 

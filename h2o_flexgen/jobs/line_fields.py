@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 from h2o_flexgen.core.allowed_values import TRUTH, Allowed, Choice, Rule, mapping, whole_number
-from h2o_flexgen.core.hints import did_you_mean, refuse_unknown, shown
+from h2o_flexgen.core.hints import Mistakes, did_you_mean, refuse_unknown, shown
 from h2o_flexgen.sampling.params import INSTEAD, SAMPLING, SamplingParams
 from h2o_flexgen.sampling.pooling import (
     CLASSIFYING,
@@ -120,6 +120,7 @@ _BOTH = _TAKEN_AS_THEY_ARE | UNUSED.keys() | NEUTRAL.keys() | _OWN
 OF_PROMPTS = _BOTH | {ECHO}
 OF_CHATS = _BOTH | {TOP_LOGPROBS, SETTINGS, VERBOSITY}
 
+_WITH_OTHERS = frozenset((BEST_OF, TOP_LOGPROBS, CHOICE, PARALLEL, VERBOSITY))  # fields that are read only beside others
 _COUNT = SAMPLING[LOGPROBS].allowed
 
 
@@ -165,15 +166,23 @@ class Options:
         return {name: value for name, one in SAMPLING.items() if (value := getattr(self.params, name)) != one.default}
 
 
+_ANYTHING_GOES = Options(SamplingParams(max_tokens=None, logprobs=0, prompt_logprobs=0), echo=True)  # beside any one field
+
+
 def read_options(given: Mapping[str, object], is_chat: bool, defaults: Options, beside: Iterable[str] = ()) -> Options:
     """The options of a line; `defaults` are taken for what it leaves open. A field that is null is left open. `beside` are the
-    other fields of a line, which an unknown one may be meant for."""
+    other fields of a line, which an unknown one may be meant for. Where something is wrong, so is said what is wrong with each
+    field that can be read without the others."""
     known = OF_CHATS if is_chat else OF_PROMPTS
     found = {name: value for name, value in given.items() if value is not None}
-    try:
+    mistakes, worded = Mistakes(), partial(as_given, names=found)
+    with mistakes.noted(worded):
         return _options(found, known, is_chat, defaults, beside)
-    except ValueError as error:
-        raise ValueError(as_given(str(error), found)) from error
+    for name in (name for name in found if name in known and name not in _WITH_OTHERS):
+        with mistakes.noted(worded):
+            _options({name: found[name]}, known, is_chat, _ANYTHING_GOES, ())
+    mistakes.refuse()
+    raise AssertionError("what was wrong was noted")
 
 
 def as_given(message: str, names: Collection[str]) -> str:

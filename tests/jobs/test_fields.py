@@ -195,3 +195,24 @@ def test_the_best_of_as_many_as_are_returned_is_let_pass_and_of_greedy_ones(give
 )
 def test_a_refusal_names_the_field_and_says_what_to_do(given: dict[str, Any], said: str) -> None:
     assert said in refused(**given)
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "given", "fields"),
+    [
+        (False, {"temperature": -1, "top_p": 0.5, "n": 0, "best_of": "x"}, ["temperature", "n"]),
+        (
+            False,
+            {"max_completion_tokens": -4, "min_tokens": -1, "wibble": 1},
+            ["unknown", "max_completion_tokens", "min_tokens"],
+        ),
+        (False, {"max_tokens": 0, "echo": True, "logprobs": 1, "min_tokens": 0, "user": 3, "stop": [""]}, ["user", "stop"]),
+        (True, {"logprobs": True, "top_logprobs": 2, "tools": 3, "tool_choice": "none"}, ["tools"]),
+        (True, {"response_format": {"type": "xml"}, "metadata": 1}, ["response_format.type", "metadata"]),
+    ],
+)
+def test_all_is_said_that_is_wrong_with_fields_one_without_the_other(
+    is_chat: bool, given: dict[str, Any], fields: list[str]
+) -> None:
+    said = refused(is_chat, **given).split("; also ")
+    assert sorted(one.split(" ")[0] for one in said) == sorted(fields)

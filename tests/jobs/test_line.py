@@ -132,3 +132,17 @@ def test_any_json_is_a_request_or_a_bad_line(document: Any) -> None:
 def test_any_body_is_a_request_or_a_bad_line(body: dict[str, Any], url: str) -> None:
     known = {"prompt": "x"} if url == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     is_read_or_refused(JSON, json.dumps({**batch(url), "body": {**body, **known}}).encode())
+
+
+def test_all_mistakes_of_a_line_are_said_at_once() -> None:
+    with pytest.raises(BadLine) as plain:
+        read({"custom_id": "a", "prompt": "", "temperature": -1, "wibble": 1})
+    assert plain.value.custom_id == "a"
+    assert str(plain.value) == (
+        "unknown field 'wibble'; also temperature is -1; allowed is a number from 0 to 100; 0 is greedy; "
+        "also prompt is empty; it needs at least one token"
+    )
+    with pytest.raises(BadLine) as enveloped:
+        read({**batch(custom_id=5, prompt="a", n=0), "method": "GET", "wibble": 1})
+    said = str(enveloped.value).split("; also ")
+    assert [one.split(" ")[0] for one in said] == ["custom_id", "unknown", "method", "n"]
