@@ -30,7 +30,7 @@ BLOCKS, WINDOW = 2, 6
 TEXT = torch.randint(VOCAB // 2, (24,), generator=torch.Generator().manual_seed(1)).tolist()  # longer than the window
 ENDS = (1, 8, 24)  # tokens of the texts whose logits are compared
 NEAR = 1e-4
-KEYS_TOGETHER, MOST_AT_RANDOM = 12, 8
+KEYS_TOGETHER, UNREAD_TOGETHER, MOST_AT_RANDOM = 12, 40, 8
 VALUES_TRIED, ROPES_TRIED = 1, 3  # of a key of each architecture; all of them are tried where tests are many
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -356,7 +356,7 @@ def held_together(values: Mapping[str, Any], pack: list[Pair], folder: Path) -> 
     return held_together(values, pack[:middle], folder) + held_together(values, pack[middle:], folder)
 
 
-def packs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+def packs(pairs: list[Pair], most: int = KEYS_TOGETHER) -> Iterator[list[Pair]]:
     """All pairs, some at a time, with no key twice."""
     left = list(pairs)
     while left:
@@ -364,7 +364,7 @@ def packs(pairs: list[Pair]) -> Iterator[list[Pair]]:
         for pair in left:
             keys = {key for key, _ in pack}
             is_second_rope = pair[0] in ROPES and keys.intersection(ROPES)
-            if len(pack) < KEYS_TOGETHER and pair[0] not in keys and not is_second_rope:
+            if len(pack) < most and pair[0] not in keys and not is_second_rope:
                 pack.append(pair)
         left = [pair for pair in left if pair not in pack]
         yield pack
@@ -377,7 +377,10 @@ def test_every_key_means_what_it_means_to_transformers(model_type: str, tmp_path
     pairs = [(key, value) for key, own in VALUES.items() for value in random.sample(own, min(most[key], len(own)))]
     assert held(values, tmp_path) == "equal"
     random.shuffle(pairs)
-    outcomes = [outcome for pack in packs(pairs) for outcome in held_together(values, pack, tmp_path)]
+    theirs = inspect.signature(CONFIG_MAPPING[model_type]).parameters
+    read, others = ([pair for pair in pairs if (pair[0] in theirs) is known] for known in (True, False))
+    each = [*packs(read), *packs(others, UNREAD_TOGETHER)]  # what changes nothing hides nothing of the rest
+    outcomes = [outcome for pack in each for outcome in held_together(values, pack, tmp_path)]
     assert outcomes.count("equal") > 0.8 * len(pairs)
 
 
