@@ -10,6 +10,7 @@ from benchmarks import stated
 from benchmarks.gpu_kernels import ATTENTION_SHARES, DECODING_SHARE, PRODUCT_SHARES
 from h2o_flexgen.core.site import DEVICE, Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.formats.kernel_table import ROWS_OF_TILE_DOTS
 from h2o_flexgen.formats.table import PLAIN
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.machine import EVICTION, Machine
@@ -65,7 +66,8 @@ def test_few_rows_read_packed_weights_at_their_share_and_decode_nothing(rows: in
 
 
 def test_more_rows_pay_for_decoding_and_for_plain_products() -> None:
-    packed, plain = parts(16, weight_codec="group4")[MLP], parts(16)[MLP]
+    rows = ROWS_OF_TILE_DOTS + 1
+    packed, plain = parts(rows, weight_codec="group4")[MLP], parts(rows)[MLP]
     assert packed["products"] == plain["products"]
     assert packed["decoding"] == pytest.approx(2 * 4096 * 16384 * 2.5625 / (DECODING_SHARE * READ_PER_S), rel=0.01)
 
