@@ -4,9 +4,8 @@
     python benchmarks/gpu_graphs.py --model FOLDER --device cpu --seconds 1      # a quick look without a GPU
 
 Rounds of requests of many lengths run until the time is over, on random weights that stay on the GPU. Rows that leave take new
-graphs. A graph takes what the driver's free memory has lost by the captures of a round, for each of them: of the round that has
-lost most, as later ones take what graphs before them have left; and where most was lost, as graphs of rows that leave do
-so within a round. After some rounds the
+graphs. A graph takes what the driver's free memory has lost by the captures of a round, for each of them: of the round, and up
+to the capture, by which it is most. For later ones take what graphs before them have left. After some rounds the
 memory that is held must not grow any more; --strict ends with status 1 if it does. The last line is one JSON document.
 """
 

@@ -613,7 +613,7 @@ class Engine:
         """Whether an accelerator has to tell the processor something while it computes this layer. It is asked once for each
         number of rows."""
         layer = self._spec.layers[visit.layer]
-        if hidden is None or not (layer.reads_back and self._memories.device.accelerator):
+        if hidden is None or not self._memories.device.accelerator:
             return False
         key = visit.layer, hidden.shape, self._weights_for(visit).buffer(visit)
         if key not in self._known_to_read_back:
@@ -669,7 +669,8 @@ class Engine:
         def compute(part: RowsPart, hidden: Tensor | None, afterwards: list[Afterwards]) -> Tensor:
             def chosen(experts: Tensor) -> None:
                 if weights.wanted.waits_for(visit.layer):
-                    lasting = kept(experts)
+                    # of its own: it is a part of what the router hands on, which a graph would keep for it
+                    lasting = experts.clone() if self._memories.device.accelerator else kept(experts)
                     afterwards.append(lambda now: weights.wanted.chose(now, lasting))
 
             enter(self._spec.layers[visit.layer].name.title)

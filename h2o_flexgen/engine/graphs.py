@@ -157,6 +157,7 @@ class _Batch:
     hidden: dict[torch.Size, Tensor] = field(default_factory=dict)
     ends: dict[int, Tensor] = field(default_factory=dict)  # layer -> where its hidden states stay
     eager: Counter[int] = field(default_factory=Counter)  # layer -> times that it was computed without a graph
+    met: set[GraphPlace] = field(default_factory=set)  # where it was: what is kept for its memory is there
     graphs: dict[GraphPlace, Graph] = field(default_factory=dict)
     chains: dict[int, Chain] = field(default_factory=dict)  # by their first layer
     past: dict[int, Past] = field(default_factory=dict)  # layers of this step that a chain has computed
@@ -273,12 +274,14 @@ class StepGraphs:
             hidden = batch.put(hidden)
         is_known = place in batch.graphs or layer in batch.refused
         is_worth_it = batch.eager[layer] >= self._device.steps_before_capture and rows.steps_together >= WORTH_STEPS
+        is_worth_it &= place in batch.met or not self._device.accelerator
         if is_worth_it and not is_known:
             self._capture(batch, place, hidden, work)
         if place not in batch.graphs:
             afterwards = list[Afterwards]()
             batch.ends[layer] = batch.put(work.compute(batch.part, hidden, afterwards))
             batch.eager[layer] += 1
+            batch.met.add(place)
             _do(afterwards, visit)
             return batch.ends[layer]
         return self._replay(batch, place, visit)

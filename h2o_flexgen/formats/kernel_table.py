@@ -57,10 +57,8 @@ ROWS_OF_DOTS = 16  # up to here dot products of stored formats were measured to 
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_COUNTED = 4  # of an expert on average, up to which a kernel for GPUs reads a plain one once (arithmetic)
-ROWS_BEFORE_DOTS, ROWS_OF_TILE_DOTS = (
-    4,
-    32,
-)  # tensor cores are quicker from here to there (an H200: with 8, 16, 32; not with 64)
+ROWS_BEFORE_DOTS = 4  # of 4 bits, in ordinary units: on an H200 tensor cores were slower with 1 row, and quicker with 8
+ROWS_OF_TILE_DOTS = 32  # up to here they read the bytes: quicker there than decoding with 16 and 32 rows, slower with 64
 TILE_DOTS = "tile_dots"
 ROWS_OF_PLAIN_DOTS = 4  # up to here dot products of plain matrices were measured to be faster than torch's and than panels
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
@@ -182,11 +180,13 @@ def _of_tiles(format: str) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, format, "pair_product", CPU, OF_PAIRS, ("bfloat16",), priced_as=f"pairs {format}")
     yield Kernel(PRODUCT, format, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     few = Kernel(PRODUCT, format, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
+    of_same = replace(few, op=PRODUCTS_OF_SAME, function="tile_products")
     if format == OF_MATRICES[BY_BITS[4]]:
         yield replace(few, dtypes=HALVES, most_rows=ROWS_BEFORE_DOTS, instructions=AMPERE)
         yield Kernel(PRODUCT, format, TILE_DOTS, CUDA, (TRITON,), HALVES, most_rows=ROWS_OF_TILE_DOTS, instructions=AMPERE)
-    yield few
-    yield replace(few, op=PRODUCTS_OF_SAME, function="tile_products")
+        yield replace(of_same, dtypes=HALVES, most_rows=ROWS_BEFORE_DOTS)
+        of_same = replace(of_same, dtypes=("float32",))
+    yield from (few, of_same)
     yield replace(few, op=COUNTED_PRODUCTS, function="counted_tile_products", most_rows=inf)
     yield Kernel(INT8_PRODUCT, format, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {format}", within=INT8)
     yield Kernel(INT8_PRODUCT, format, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {format}", within=INT8)

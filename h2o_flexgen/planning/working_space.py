@@ -41,6 +41,7 @@ from h2o_flexgen.formats.kernel_table import (
     GATED_DELTA,
     INT8_PRODUCT,
     PROMPT_ATTENTION,
+    ROWS_OF_TILE_DOTS,
     SELECTIVE_SCAN,
     SHARED_ATTENTION,
     TILE_DOTS,
@@ -467,7 +468,8 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
 
 
 def _dots_bytes(spec: ModelSpec, site: Site, rows: int) -> int:
-    """Bytes for products of so many rows on the tensor cores of a GPU: sums of the parts of a matrix, in fp32."""
+    """Bytes for products of up to so many rows on the tensor cores of a GPU: sums of the parts of a matrix, in fp32."""
+    rows = min(rows, ROWS_OF_TILE_DOTS)  # of more, some leave, and each expert has but some
     found = (choose(spec.product, format, spec.dtype, site.processor.runs, rows) for format in spec.formats)
     has_parts = any(kernel is not None and kernel.function == TILE_DOTS for kernel in found)
     return rows * DOT_PROGRAMS * DOT_OUTPUTS * FLOAT_BYTES if has_parts else 0

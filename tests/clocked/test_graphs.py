@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.stores.weights import Wanted
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import Visit
 from tests.clocked.checker import Checker
 from tests.clocked.device import ClockedDevice
-from tests.clocked.tensor import NAME
-from tests.clocked.test_launches import STANDING_IN
+from tests.clocked.tensor import NAME, ClockedTensor
+from tests.clocked.test_launches import STANDING_IN, table_of
 from tests.helpers.contract import BY_HEAD, POLICIES, WEIGHTS, Case, Checkpoints, compare, compare_each_alone, generate_with
 from tests.helpers.samples import every_nth, first_of
 
@@ -80,12 +82,21 @@ def test_experts_are_captured_where_memory_counts_their_rows(
     checker: Checker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of few rows, those experts alone are fetched that a router has chosen: it tells so behind its graph."""
+    """Of few rows, those experts alone are fetched that a router has chosen: it tells so behind its graph, and keeps no more
+    than that for it. Prompts are too long to be counted, so they make nothing ready for graphs, and steps meet each buffer."""
     monkeypatch.setattr(by_twins, "resident", {})  # what stands in for kernels has bits of its own
     chosen = operations.chosen
     if counts:
         monkeypatch.setattr(operations, "chosen", lambda op, *of, **more: STANDING_IN.get(op) or chosen(op, *of, **more))
-    case = Case(*mixture, (9, 8), 7, num_gpu_batches=1, device=NAME)
+    table_of.cache_clear()
+    told, chose = list[torch.Tensor](), Wanted.chose
+
+    def noted(wanted: Wanted, visit: Visit, experts: torch.Tensor) -> None:
+        told.append(experts)
+        chose(wanted, visit, experts)
+
+    monkeypatch.setattr(Wanted, "chose", noted)
+    case = Case(*mixture, (30, 28), 8, num_gpu_batches=1, buffers=3, device=NAME)
     with case.open(by_twins, offload, graphs="on") as llm:
         compare(case, by_twins, *generate_with(llm, case))
         assert llm.stats is not None
@@ -93,6 +104,12 @@ def test_experts_are_captured_where_memory_counts_their_rows(
     with_graphs = [layer for layer in layers if not layer.makes_logits and (counts or not layer.reads_back)]
     replays, others = divmod(run.replayed, len(with_graphs))
     assert others == 0 and replays > 1, "each layer has as many"
+    assert (counts and mixture[1] == MOVING) <= any(holds_no_more(one) for one in told)
+
+
+def holds_no_more(tensor: torch.Tensor) -> bool:
+    inner = tensor.inner if isinstance(tensor, ClockedTensor) else tensor
+    return inner.untyped_storage().nbytes() == inner.nbytes
 
 
 def test_what_a_gpu_refuses_to_capture_is_refused(checker: Checker) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from h2o_flexgen.kernels.factor import CountedRows, Factor, Meeting
 from h2o_flexgen.kernels.routing import Chosen, GatheredRows
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.clocked.checker import Checker
-from tests.clocked.tensor import NAME
+from tests.clocked.tensor import NAME, ClockedTensor
 from tests.helpers.contract import POLICIES, WEIGHTS, Case, Checkpoints
 from tests.helpers.samples import first_of
 
@@ -105,8 +106,19 @@ def gathered(chosen: Chosen, rows: Tensor, experts: range) -> GatheredRows:
     return GatheredRows(rows.index_select(0, to), to, chosen.shares.flatten().index_select(0, order), begins)
 
 
+@cache
+def table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """A copy that waits, once for each set of matrices."""
+    return torch.tensor(addresses).to(device)
+
+
+def address(data: Tensor) -> int:
+    return (data.inner if isinstance(data, ClockedTensor) else data).data_ptr()
+
+
 def multiplied(format: object, x: Factor, meetings: list[Meeting], out: Tensor) -> None:
     assert x.counted is not None
+    table_of(tuple(address(meeting.data) for meeting in meetings), out.device)
     row, begins = torch.arange(len(out), device=out.device)[:, None], x.counted.begins
     for number, meeting in enumerate(meetings):
         is_own = (row >= begins[number]) & (row < begins[number + 1])

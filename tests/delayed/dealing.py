@@ -170,7 +170,7 @@ class Dealer:
         return time.monotonic() - child.begun > limit
 
     def _broken(self, child: Child, verdict: str) -> None:
-        order, how, seconds = child.order, child.end(), time.monotonic() - child.begun
+        order, seconds, how = child.order, time.monotonic() - child.begun, child.end()
         if order is None:
             self._did_not_start.append(f"{how}: {self._said(child)}")
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -73,7 +73,7 @@ class StreamSanitizer:
         self.alarms: Counter[str] = Counter()  # by the pair of accesses
         self._place, self._as_torch_has_it = place, as_torch_has_it
         self._handler = of_torch.EventHandler()
-        self._parts: dict[int, list[int]] = {}  # where parts begin, behind the first one of a memory
+        self._parts: dict[int, tuple[int, ...]] = {}  # where parts begin, behind the first one of a memory
         self._lock = threading.RLock()
         self._own = threading.local()
 
@@ -123,7 +123,7 @@ class StreamSanitizer:
                 return
             if before in known:  # what was done to all of it was done to this
                 known[start] = replace(known[before], reads=[*known[before].reads])
-            insort(self._parts.setdefault(memory, []), start)
+            self._parts[memory] = tuple(sorted((*self._parts.get(memory, ()), start)))  # another one: threads read it
 
     def cells(self, tensor: Tensor) -> Sequence[int]:
         """The parts of memory that a tensor lies in, by where they begin; none if it is not on the device."""

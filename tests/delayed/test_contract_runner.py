@@ -227,9 +227,8 @@ def test_what_is_done_on_a_gpu_can_be_done(way: Way, checkpoints: Checkpoints, t
 @pytest.mark.slow
 def test_what_the_contract_launches_is_compiled_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    own = {"TRITON_CACHE_DIR": str(tmp_path)} | {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    }
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "tests.delayed.compiled", "--every", "47"]
     run = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and " for 2 plans are in " in run.stdout, run.stdout + run.stderr

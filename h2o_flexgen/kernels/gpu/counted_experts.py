@@ -8,7 +8,7 @@ few rows, too; plain ones are multiplied by torch elsewhere, with other last bit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import cache, partial, reduce
 from math import gcd
 from operator import or_
 
@@ -28,7 +28,6 @@ from h2o_flexgen.kernels.gpu.tile_product import ROWS_AT_ONCE, WORDS_OF_WARP, mu
 from h2o_flexgen.kernels.raw_memory import addresses_of
 from h2o_flexgen.kernels.routing import Chosen, GatheredRows
 
-TABLES_KNOWN = 1 << 14  # of addresses: some for each slice of a model. To make one waits for its copy to the GPU
 COLUMNS = 1024  # of a sum, that a program adds up
 PLAIN_WARPS, SUMS_OF_THREAD = 4, 64  # of a product of plain matrices
 
@@ -127,8 +126,9 @@ def _multiply(
     launch(table, *more, rows, counted.begins, out)
 
 
-@lru_cache(TABLES_KNOWN)
+@cache
 def table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Some for each slice of a model. To make one waits for its copy to the GPU, and graphs read it while they last."""
     return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
