@@ -39,7 +39,7 @@ from tests.clocked.test_planted_faults import never_finished, without_needs
 from tests.helpers.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.helpers.held_by_hand import HELD
 from tests.helpers.pairwise import ELSEWHERE, most_of
-from tests.helpers.samples import slow
+from tests.helpers.samples import first_of, slow, spread
 from tests.kernels.test_chosen_slots import drawn, index_of
 from tests.kernels.variants import used
 from tests.planning.test_cost import assert_moved_as_predicted
@@ -89,7 +89,7 @@ COMING = replace(USUAL, lengths=(45, 26, 33, 38, 29))
 GROWTH = (3, 1, 4, 2, 3)
 
 
-@pytest.mark.parametrize("values", most_of(PLANS))
+@pytest.mark.parametrize("values", most_of(PLANS, share=ELSEWHERE))
 def test_plans_equal_the_resident_loop_with_the_same_choice(
     values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker
 ) -> None:
@@ -152,8 +152,11 @@ def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, of
     stream.hold_contract(Case(lengths=COMING.lengths, device=NAME, **values), GROWTH, by_twins, offload)
 
 
-@pytest.mark.parametrize(("percent", "attend_on"), EACH)
-@pytest.mark.parametrize("kept", [(), (("kv_policy", "h2o"), ("heavy", 10), ("recent", 12))])
+KEPT = (), (("kv_policy", "h2o"), ("heavy", 10), ("recent", 12))
+TALKS = [(KEPT[(place + turn) % 2], *where) for turn in (0, 1) for place, where in enumerate(EACH)]
+
+
+@pytest.mark.parametrize(("kept", "percent", "attend_on"), first_of(spread(TALKS), len(EACH)))
 def test_turns_of_a_conversation(
     kept: tuple[tuple[str, object], ...],
     percent: tuple[int, ...],
@@ -187,18 +190,18 @@ def test_what_is_moved_is_predicted(case: Case, by_twins: Checkpoints, offload: 
     assert (moved["store"] > whole["store"]) == (case.kv_codec == PLAIN)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        replace(COMING, policy=KEEPING_SOME, kv_codec="group4"),
-        slow(replace(USUAL, policy=HEADS_APART, kind="gpt-oss-far")),
-        replace(USUAL, policy=ALIKE),
-    ],
-    ids=str,
+CROSSING = (
+    (replace(USUAL, policy=ALIKE), *FROM_HOST[0]),
+    (replace(COMING, policy=KEEPING_SOME, kv_codec="group4"), *FROM_DISK[0]),
+    (replace(COMING, policy=KEEPING_SOME, kv_codec="group4"), *FROM_HOST[0]),
+    (replace(USUAL, policy=ALIKE), *FROM_DISK[0]),
+    *((replace(USUAL, policy=HEADS_APART, kind="gpt-oss-far"), *where) for where in (FROM_HOST[0], FROM_DISK[0])),
 )
-@pytest.mark.parametrize(("percent", "attend_on"), (FROM_HOST[0], FROM_DISK[0]))
+
+
+@pytest.mark.parametrize(("case", "percent", "attend_on"), first_of(spread(CROSSING), 2), ids=str)
 def test_only_chosen_slots_cross_the_link(
-    percent: tuple[int, ...], attend_on: str, case: Case, by_twins: Checkpoints, offload: Path, checker: Checker
+    case: Case, percent: tuple[int, ...], attend_on: str, by_twins: Checkpoints, offload: Path, checker: Checker
 ) -> None:
     """And back to the host just what changed. Of a disk they alone are read, with the values of all heads."""
     case = replace(case, percent=percent, attend_on=attend_on)
@@ -344,7 +347,7 @@ OFF_DISK = replace(USUAL, percent=FROM_DISK[0][0], attend_on=DEVICE)
     [
         (an_index_stays_on_the_device, USUAL),
         (index_one_token_behind, GROWN),
-        (index_one_token_behind, replace(GROWN, percent=WHERE[1][0])),
+        slow(index_one_token_behind, replace(GROWN, percent=WHERE[1][0])),
         (notes_of_parts_lie_in_one_place, BY_PART),
         (a_chosen_slot_stays_behind, replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
         (what_changed_stays_on_the_device, replace(USUAL, percent=FROM_HOST[0][0], attend_on=DEVICE)),
@@ -382,7 +385,7 @@ def test_what_goes_wrong_is_found(fault: Callable[[], Any], case: Case, by_twins
 @pytest.mark.parametrize(
     ("fault", "percent", "attend_on"),
     [
-        *((rows_leave_their_index_behind, *where) for where in WHERE[:2]),
+        *first_of(spread((rows_leave_their_index_behind, *where) for where in WHERE[:2]), 1),
         (rows_are_looked_for_where_they_are_now, *FROM_HOST[0]),
         (rows_lose_their_places, *FROM_DISK[0]),
     ],
