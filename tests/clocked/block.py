@@ -6,7 +6,6 @@ one of them writes; the later one must then know that the earlier one is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from tests.clocked.clock import Clock
@@ -44,15 +43,21 @@ class Block:
         self._reads: dict[Range, Moment] = {}
         self._writes: dict[Range, Moment] = {}
 
-    def access(self, start: int, end: int, writes: bool, now: Moment, clock: Clock) -> Iterator[str]:
-        """Notes an access, and yields what it races with."""
+    def access(self, start: int, end: int, writes: bool, now: Moment, clock: Clock) -> list[str]:
+        """Notes an access, and finds what it races with."""
+        found = list[str]()
         for earlier, verb in ((self._writes, "wrote"), (self._reads, "read")) if writes else ((self._writes, "wrote"),):
             for place, moment in earlier.items():
                 if place.overlaps(start, end) and not clock.knows(moment.actor, moment.time):
-                    yield f"{now} ({'writes' if writes else 'reads'}) is not ordered behind {moment} ({verb}) in {self.name}"
+                    found.append(self._told(now, writes, moment, verb))
         for kind in (self._reads, self._writes) if writes else (self._reads,):
-            self._forget(kind, start, end, clock)
+            if kind:
+                self._forget(kind, start, end, clock)
         (self._writes if writes else self._reads)[Range(start, end, now.actor)] = now
+        return found
+
+    def _told(self, now: Moment, writes: bool, moment: Moment, verb: str) -> str:
+        return f"{now} ({'writes' if writes else 'reads'}) is not ordered behind {moment} ({verb}) in {self.name}"
 
     def _forget(self, kind: dict[Range, Moment], start: int, end: int, clock: Clock) -> None:
         """What is ordered behind this access is ordered behind those that it covers and is behind."""
@@ -62,9 +67,7 @@ class Block:
         for place in covered:
             del kind[place]
 
-    def unknown_to(self, clock: Clock) -> Iterator[Moment]:
-        """Accesses that may still be under way for all that this clock knows."""
-        for kind in (self._reads, self._writes):
-            for moment in kind.values():
-                if not clock.knows(moment.actor, moment.time):
-                    yield moment
+    def unknown_to(self, *clocks: Clock) -> list[Moment]:
+        """Accesses that may still be under way for all that these clocks know together."""
+        moments = (*self._reads.values(), *self._writes.values())
+        return [moment for moment in moments if not any(clock.knows(moment.actor, moment.time) for clock in clocks)]

@@ -10,7 +10,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -131,19 +131,15 @@ class Checker:
         if (place := extent(tensor)) is not None:
             self.report(block.access(*place, writes, now, clock))
 
-    def report(self, faults: Iterator[str]) -> None:
+    def report(self, faults: Iterable[str]) -> None:
         for fault in faults:
             if len(self.faults) < MOST_FAULTS:
                 self.faults.append(f"{fault}, at {_place()}")
 
     def given_back(self, block: Block, stream: str) -> None:
         """Device memory goes back to the pool of the stream that it was had on: what is launched there next may get it."""
-        clock = Clock(self._streams[stream])
-        clock.join(self.host)
-        left = (
-            f"{block.name} is given back to the pool of {stream} although {one} may go on" for one in block.unknown_to(clock)
-        )
-        self.report(left)
+        left = block.unknown_to(self._streams[stream], self.host)
+        self.report(f"{block.name} is given back to the pool of {stream} although {one} may go on" for one in left)
 
     # -- memory of the host ----------------------------------------------------------------------------------------------
 
