@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -112,15 +113,18 @@ def bytes_per_s(machine: Machine) -> float:
 def packed_curve(bits: int, reached: float) -> Curve:
     """Rates of fused products, for powers of two up to the rows that are multiplied so."""
     of_value = 2 * reached / _bytes_of_value(next(codec.name for codec in TILED if codec.bits == bits))
-    rows = [1 << power for power in range(ROWS_OF_TILES.bit_length())]
+    most = max(ROWS_OF_TILES, *(rows for each, rows in PRODUCT_SHARES if each == bits))
+    rows = [1 << power for power in range(most.bit_length())]
     return tuple((each, each * product_share(bits, each) * of_value) for each in rows)
 
 
 def product_share(bits: int, rows: int) -> float:
-    """The stated share of a fused product, on a line over log(rows) between those that are stated, or that of the nearest."""
+    """The stated share of a fused product, on lines over log(rows) between those that are stated, or that of the nearest."""
     stated = sorted((known, share) for (each, known), share in PRODUCT_SHARES.items() if each == bits)
-    (fewer, low), (more, high) = stated[0], stated[-1]
-    return low if fewer == more else low + (high - low) * log(rows / fewer) / log(more / fewer)
+    for (fewer, low), (more, high) in pairwise(stated):
+        if rows <= more:
+            return low + (high - low) * log(rows / fewer) / log(more / fewer)
+    return stated[-1][1]
 
 
 def _bytes_of_value(codec: str) -> float:

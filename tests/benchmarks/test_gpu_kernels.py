@@ -18,7 +18,7 @@ def test_every_line_is_a_share_of_a_ceiling_of_the_same_run(tmp_path: Path, caps
     assert gpu_kernels.main([*QUICK, "--output", str(tmp_path / "found.json")]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(last) == (found := json.loads((tmp_path / "found.json").read_text()))
-    assert len(found["rows"]) == 8 and all(row["share"] == row["measured"] / row["ceiling"] > 0 for row in found["rows"])
+    assert len(found["rows"]) == 9 and all(row["share"] == row["measured"] / row["ceiling"] > 0 for row in found["rows"])
     assert all(0 < row["expected_share"] < 1 and row["launch_seconds"] > 0 for row in found["rows"])
 
 

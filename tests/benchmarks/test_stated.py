@@ -58,7 +58,7 @@ def test_launches_stand_in_front_of_the_visits_that_they_belong_to() -> None:
     assert stated.with_kernels(H100, LAUNCHES, COST).visit_seconds[EVICTION] == pytest.approx(10e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 32])
 def test_few_rows_read_packed_weights_at_their_share_and_decode_nothing(rows: int) -> None:
     found, values = parts(rows, weight_codec="group4")[MLP], 2 * 4096 * 16384
     assert found["decoding"] == 0.0
@@ -96,8 +96,8 @@ def test_rates_of_products_and_links_stay_those_of_the_file() -> None:
 
 
 def test_shares_between_the_stated_ones_fall_with_the_rows() -> None:
-    shares = [stated.product_share(4, rows) for rows in (1, 2, 4, 8)]
-    assert shares == pytest.approx([0.4, 0.4 - 0.1 / 3, 0.4 - 0.2 / 3, 0.3])
+    shares = [stated.product_share(4, rows) for rows in (1, 2, 4, 8, 16, 32)]
+    assert shares == pytest.approx([0.4, 0.4 - 0.1 / 3, 0.4 - 0.2 / 3, 0.3, 0.275, 0.25])
     assert [stated.product_share(8, rows) for rows in (1, 8)] == [0.5, 0.5]
 
 
