@@ -372,3 +372,15 @@ def test_rows_that_move_up_take_their_index_along() -> None:
     assert part._index is not None and part._index.codes is not None
     assert torch.equal(part._index.codes[0, :, :30], before[1])
     assert replace(part._index, codes=None).kind != part._index.kind
+
+
+def test_ranges_of_the_index_are_noted_where_their_slots_are_and_moved_whole() -> None:
+    stored, shape = Coding("plain", torch.float32, DIM), (2, KV_HEADS, 7)
+    keys = torch.randn(*shape, DIM)
+    whole, in_ranges = (KeyIndex.over(torch.zeros(1 << 16, dtype=torch.uint8), RECALLS, stored, shape) for _ in range(2))
+    whole.note(keys, 0, 7)
+    for first, end in ((3, 7), (0, 3)):
+        in_ranges.note(keys, first, end)
+    assert whole.codes is not None and in_ranges.codes is not None and torch.equal(in_ranges.codes, whole.codes)
+    in_ranges.copy_row(0, 1, 7)
+    assert torch.equal(in_ranges.codes[0], whole.codes[1]) and not torch.equal(whole.codes[0], whole.codes[1])
